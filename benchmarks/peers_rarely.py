@@ -33,9 +33,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from stormtorch.tasks.models.llama import Llama, LlamaSize
+from torch import nn
 
 OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 PATIENCE_S = 600.0

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stormtorch.jobs.ranks import Member, run_ranks
 from stormtorch.results.surroundings import surroundings
+from stormtorch.tasks.data.corpus import open_corpus
+from stormtorch.tasks.language import Text
 
 import stormtorch
 from stormtorch import BoundedDrift, prepare
-from stormtorch.jobs.ranks import Member, run_ranks
-from stormtorch.tasks.data.corpus import open_corpus
-from stormtorch.tasks.language import Text
 
 # Steps at the beginning that are not timed: all ranks are waited for until there is a deadline.
 WARM_UP = 12

@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stormtorch.results.surroundings import surroundings
-
 from stormtorch.bench.allreduce import AllReduceSettings, run_allreduce
 from stormtorch.bench.results import ideal_s
+from stormtorch.results.surroundings import surroundings
+
 from stormtorch.lab import Conditions, Lab, read_per_link
 from stormtorch.network.units import parse_rate
 

@@ -8,7 +8,6 @@ Every worker computes on its own stale replica. Unlike a training on real ranks,
 import torch
 from torch import nn
 
-import stormtorch
 from stormtorch import EXACT, BoundedDrift
 
 WORKERS, BATCH, STEPS = 32, 16, 100
@@ -48,7 +47,7 @@ policies = {
     "with the lead": BoundedDrift(),
 }
 for name, policy in policies.items():
-    found = stormtorch.simulate(
+    found = stormtorch_lab.simulate(
         model,
         loss,
         batches,

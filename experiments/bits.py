@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from grid import GPU, RESULTS
-
-from stormtorch.simulation.checkpoints import replacing
-from stormtorch.studies.on_workers import simulate_one, task_of
-from stormtorch.studies.settings import SimSettings
-from stormtorch.telemetry.surroundings import surroundings
+from stormtorch_lab.jobs.surroundings import surroundings
+from stormtorch_lab.simulation.checkpoints import replacing
+from stormtorch_lab.studies.on_workers import simulate_one, task_of
+from stormtorch_lab.studies.settings import SimSettings
 
 CASES: dict[str, dict[str, Any]] = {
     "lead": {"policies": ("lead",), "steps": 40},

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from stormtorch_lab import ADEL, SALF, simulate
 from torch import nn
 
 from digits import Pictures, main, objective, perceptron, results
-from stormtorch import ADEL, EXACT, LOSSY, SALF, BoundedDrift, OwnerPolicy, simulate
+from stormtorch import EXACT, LOSSY, BoundedDrift, OwnerPolicy
 from stormtorch.network.loss import Bernoulli, LossModel, SlowBackward, Stragglers
 from stormtorch.policies.policy import Deadline
 from stormtorch.telemetry.statistics import mean

@@ -14,9 +14,9 @@ from typing import Any
 from grid import Run, main
 from over_seeds import explain, mean_text, seeds
 from small import small
+from stormtorch_lab.cli.plots.train import COLOURS
 
 from stormtorch import theory
-from stormtorch.cli.plots.train import COLOURS
 from stormtorch.telemetry.statistics import mean
 
 LOSSES = (0.1, 0.4)

@@ -14,8 +14,8 @@ from typing import Any
 from grid import GPU, Run, main
 from over_seeds import above, explain, mean_and_bar, mean_text, seeds
 from perplexity import LABELS, LOSSES, REPAIRED_TO, SEEDS, TELLING, panel
+from stormtorch_lab.studies.settings import SimSettings
 
-from stormtorch.studies.settings import SimSettings
 from stormtorch.telemetry.statistics import mean
 
 

@@ -14,8 +14,7 @@ from typing import Any
 from grid import GPU, Run, main
 from over_seeds import above, explain, mean_and_bar, mean_text, seeds
 from perplexity import COLOURS, PUBLISHED
-
-from stormtorch.studies.settings import SimSettings
+from stormtorch_lab.studies.settings import SimSettings
 
 LOSS = 0.1
 PARITY = 0.25

@@ -14,14 +14,14 @@ import torch
 from grid import Run, main
 from over_seeds import above, mean_text, seeds
 from small import small
+from stormtorch_lab.cli.plots.train import COLOURS
+from stormtorch_lab.studies.settings import SimSettings
+from stormtorch_lab.tasks.data.batches import Batch
+from stormtorch_lab.tasks.kinds import open_task
+from stormtorch_lab.tasks.task import Task
 from torch import nn
 
-from stormtorch.cli.plots.train import COLOURS
 from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers
-from stormtorch.studies.settings import SimSettings
-from stormtorch.tasks.data.batches import Batch
-from stormtorch.tasks.kinds import open_task
-from stormtorch.tasks.task import Task
 from stormtorch.telemetry.statistics import mean
 
 SEEDS = 3

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from stormtorch_lab import AREA, MIFA, SALF, simulate
 from torch import nn
 
 from digits import Pictures, main, objective, perceptron, results
-from stormtorch import AREA, EXACT, LOSSY, MIFA, SALF, BoundedDrift, DiLoCo, Policy, RankPolicy, simulate
+from stormtorch import EXACT, LOSSY, BoundedDrift, DiLoCo, Policy, RankPolicy
 from stormtorch.network.loss import Bernoulli, LossModel, Stragglers
 from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers

@@ -15,12 +15,12 @@ import math
 from typing import Any
 
 import torch
+from stormtorch_lab import LightDp, simulate
+from stormtorch_lab.privacy import noise_for
 from torch import nn
 
 from digits import Pictures, main, results
-from stormtorch import LightDp, simulate
 from stormtorch.network.loss import Bernoulli
-from stormtorch.privacy import noise_for
 from stormtorch.telemetry.statistics import mean
 
 SEEDS = 5

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from grid import Run, main
 from over_seeds import above, explain, mean_text, seeds
 from small import small
+from stormtorch_lab import QSDP
 
-from stormtorch import QSDP
 from stormtorch.telemetry.statistics import mean
 
 SEEDS = 3

@@ -14,8 +14,8 @@ from typing import Any
 
 from grid import Run, main
 from over_seeds import above, explain, mean_text, seeds
+from stormtorch_lab.studies.settings import SimSettings
 
-from stormtorch.studies.settings import SimSettings
 from stormtorch.telemetry.statistics import mean
 
 SEEDS = 6

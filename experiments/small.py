@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from stormtorch.studies.settings import SimSettings
+from stormtorch_lab.studies.settings import SimSettings
 
 
 def small(chosen: argparse.Namespace, **other: Any) -> SimSettings:

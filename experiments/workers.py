@@ -14,9 +14,8 @@ from typing import Any
 
 from grid import GPU, Run, main
 from over_seeds import above, explain, mean_and_bar, mean_text, seeds
-
-from stormtorch.cli.plots.train import COLOURS
-from stormtorch.studies.settings import SimSettings
+from stormtorch_lab.cli.plots.train import COLOURS
+from stormtorch_lab.studies.settings import SimSettings
 
 WORKERS = (4, 16, 64, 256, 1024)
 TIMED = (4, 16, 64, 128, 256, 512, 1024, 2048, 4096)

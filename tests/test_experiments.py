@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from stormtorch_lab import simulate
+from stormtorch_lab.studies.settings import SimSettings
 
-from stormtorch import EXACT, BoundedDrift, Reliability, simulate
+from stormtorch import EXACT, BoundedDrift, Reliability
 from stormtorch.network.loss import Bernoulli
-from stormtorch.studies.settings import SimSettings
 
 pytestmark = pytest.mark.pure
 

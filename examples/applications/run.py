@@ -83,8 +83,8 @@ _PLAIN = ("arrived", "kilobytes", "embeddings differ")
 
 def measure(name: str, loss: float, chosen: argparse.Namespace) -> dict[str, Any]:
     """Runs one application at one loss rate, in the lab or else on this machine; returns it with its conditions."""
-    from stormtorch.lab import Lab, LabUnavailable
-    from stormtorch.telemetry.surroundings import Withheld, surroundings
+    from stormtorch_lab.jobs.surroundings import Withheld, surroundings
+    from stormtorch_lab.netns import Lab, LabUnavailable
 
     around, withheld = surroundings(), Withheld()
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,11 @@ from stormtorch.network.faults import faults
 from stormtorch.reliability import EXACT, LOSSY, REPAIRED, Reliability
 
 if TYPE_CHECKING:
+    from stormtorch_lab.policies import ADEL, AREA, MIFA, PARTEL, QSDP, SALF
+    from stormtorch_lab.policies.light_dp import LightDp
+    from stormtorch_lab.policies.private_drift import PrivateDrift
+    from stormtorch_lab.simulation import simulate
+
     from stormtorch.backend import use_as_default
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
     from stormtorch.backend.quantised import quantise
@@ -18,12 +23,6 @@ if TYPE_CHECKING:
     from stormtorch.joining.etcd import EtcdStore
     from stormtorch.joining.rendezvous import connect
     from stormtorch.policies import (
-        ADEL,
-        AREA,
-        MIFA,
-        PARTEL,
-        QSDP,
-        SALF,
         BoundedDrift,
         DiLoCo,
         Gossip,
@@ -36,12 +35,9 @@ if TYPE_CHECKING:
         StreamingDiLoCo,
     )
     from stormtorch.policies.ledger import Ledger
-    from stormtorch.policies.light_dp import LightDp
-    from stormtorch.policies.private_drift import PrivateDrift
     from stormtorch.runtime.memory.norms import clip_grad_norm_
     from stormtorch.runtime.prepare import exact, no_sync, prepare
     from stormtorch.runtime.rank.pruning import prune
-    from stormtorch.simulation import simulate
     from stormtorch.udp.leaving import leave
 
 __version__ = version("stormtorch")
@@ -140,7 +136,7 @@ def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(import_module(f"stormtorch.{_PLACES[name]}"), name)
     if name[:1].isupper():  # a policy that was added to the folder of policies, and is mentioned nowhere else
-        from stormtorch.policies.presets import named
+        from stormtorch_lab.policies.presets import named
 
         for policy in named().values():
             if policy.__name__ == name:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import stormtorch
-from stormtorch.jobs.ranks import Member, run_ranks
 
 TEXT = Path(__file__).parents[2] / "docs" / "architecture.md"
 pytestmark = pytest.mark.timeout(300)  # the first one trains them all

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import stormtorch
 from stormtorch.backend import quantised
-from stormtorch.jobs.ranks import Member, run_ranks
 
 TEXT = Path(__file__).parents[2] / "docs" / "architecture.md"
 RANKS, CONTEXT, STEPS = 3, 8, 80

@@ -6,20 +6,20 @@ import time
 from pathlib import Path
 
 import pytest
+from stormtorch_lab.bench import replicas
+from stormtorch_lab.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
+from stormtorch_lab.bench.colocate import TRAININGS
+from stormtorch_lab.bench.finding import MANNERS
+from stormtorch_lab.bench.suite import PARTS
+from stormtorch_lab.cli.plots.train import COLOURS
+from stormtorch_lab.cli.terminal import choices
+from stormtorch_lab.policies.presets import PRESETS, WIRES, names
+from stormtorch_lab.studies.chaos.faults import KINDS
+from stormtorch_lab.studies.settings import PRECISIONS, LmSettings, SimSettings
+from stormtorch_lab.tasks.kinds import TASKS
 
 from commands import ENVIRONMENT, STORMTORCH, call, ranks_left
 from stormtorch import Options, __version__
-from stormtorch.bench import replicas
-from stormtorch.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
-from stormtorch.bench.colocate import TRAININGS
-from stormtorch.bench.finding import MANNERS
-from stormtorch.bench.suite import PARTS
-from stormtorch.cli.plots.train import COLOURS
-from stormtorch.cli.terminal import choices
-from stormtorch.policies.presets import PRESETS, WIRES, names
-from stormtorch.studies.chaos.faults import KINDS
-from stormtorch.studies.settings import PRECISIONS, LmSettings, SimSettings
-from stormtorch.tasks.kinds import TASKS
 
 
 def test_version_and_help_answer() -> None:

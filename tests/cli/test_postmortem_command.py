@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 from commands import call
 from stormtorch import StormError
-from stormtorch.jobs.ranks import Member, run_ranks
 from stormtorch.telemetry.postmortem import find, read_flights
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import typer
+from stormtorch_lab.netns.conditions import Conditions
+from stormtorch_lab.netns.per_link import read_per_link
 
 from commands import call
 from stormtorch.cli.console import save
-from stormtorch.lab.conditions import Conditions
-from stormtorch.lab.per_link import read_per_link
 from stormtorch.network.link_file import read_links
 
 pytestmark = pytest.mark.pure

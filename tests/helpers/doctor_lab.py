@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stormtorch.lab import Lab
-from stormtorch.lab.access import tool
-from stormtorch.lab.namespaces import Holder
+from stormtorch_lab.netns import Lab
+from stormtorch_lab.netns.access import tool
+from stormtorch_lab.netns.namespaces import Holder
 
 DOCTOR = (sys.executable, "-m", "stormtorch", "doctor")
 

@@ -10,44 +10,33 @@ from pathlib import Path
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from rich.console import Console, RenderableType
+from stormtorch_lab.bench.colocate_results import ColocateReport
+from stormtorch_lab.bench.convergence import ConvergenceReport, ConvergenceSettings, Curve, Point
+from stormtorch_lab.bench.ddp import DdpReport, StepResult
+from stormtorch_lab.bench.latency import LatencyReport
+from stormtorch_lab.bench.manners import MannersReport
+from stormtorch_lab.bench.results import AllReduceReport, AllReduceResult
+from stormtorch_lab.bench.sweep import SweepReport
+from stormtorch_lab.cli.race import Race
+from stormtorch_lab.cli.tables import bench, chaos, colocate, lab, simulate, steps, theory, train
+from stormtorch_lab.cli.tables.virtual import virtual_table
+from stormtorch_lab.netns.conditions import Conditions
+from stormtorch_lab.netns.measured import LinkCount, Measured
+from stormtorch_lab.studies.chaos.faults import Fault
+from stormtorch_lab.studies.chaos.invariants import Check
+from stormtorch_lab.studies.chaos.logs import History
+from stormtorch_lab.studies.chaos.report import ChaosReport
+from stormtorch_lab.studies.chaos.settings import ChaosSettings
+from stormtorch_lab.studies.chaos.timeline import Recovery, Struck
+from stormtorch_lab.studies.results import SimReport, SimResult, TrainReport, TrainResult
+from stormtorch_lab.studies.settings import LmSettings, SimSettings
 
 from records import job_of, told
-from stormtorch.bench.colocate_results import ColocateReport
-from stormtorch.bench.convergence import ConvergenceReport, ConvergenceSettings, Curve, Point
-from stormtorch.bench.ddp import DdpReport, StepResult
-from stormtorch.bench.latency import LatencyReport
-from stormtorch.bench.manners import MannersReport
-from stormtorch.bench.results import AllReduceReport, AllReduceResult
-from stormtorch.bench.sweep import SweepReport
-from stormtorch.cli.race import Race
-from stormtorch.cli.tables import (
-    bench,
-    chaos,
-    colocate,
-    doctor,
-    lab,
-    ledger,
-    postmortem,
-    simulate,
-    steps,
-    theory,
-    train,
-)
-from stormtorch.cli.tables.virtual import virtual_table
+from stormtorch.cli.tables import doctor, ledger, postmortem
 from stormtorch.cli.tables.watch import screen
 from stormtorch.doctor.advice import advise, predict_cost
 from stormtorch.doctor.measured import Examination, Link, Rank
 from stormtorch.doctor.verdict import examine
-from stormtorch.lab.conditions import Conditions
-from stormtorch.lab.measured import LinkCount, Measured
-from stormtorch.studies.chaos.faults import Fault
-from stormtorch.studies.chaos.invariants import Check
-from stormtorch.studies.chaos.logs import History
-from stormtorch.studies.chaos.report import ChaosReport
-from stormtorch.studies.chaos.settings import ChaosSettings
-from stormtorch.studies.chaos.timeline import Recovery, Struck
-from stormtorch.studies.results import SimReport, SimResult, TrainReport, TrainResult
-from stormtorch.studies.settings import LmSettings, SimSettings
 from stormtorch.telemetry.accounts import Account
 from stormtorch.telemetry.postmortem import find, read_flights
 from stormtorch.theory import predict

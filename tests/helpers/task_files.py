@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from stormtorch.tasks.kinds import open_task
-from stormtorch.tasks.task import Task
+from stormtorch_lab.tasks.kinds import open_task
+from stormtorch_lab.tasks.task import Task
 
 WIDTH, HIDDEN, LAYERS, HEADS, CONTEXT = 16, 24, 2, 2, 32
 # Unknown, begin, end; bytes; then characters and what they merge to, the longer the later.

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from stormtorch_lab.simulation.masks import Masks
+from stormtorch_lab.studies.settings import LmSettings, SimSettings
 
 from stormtorch import faults
 from stormtorch.checks import BadSetting
@@ -21,8 +23,6 @@ from stormtorch.network.loss import (
     Trace,
     loss_in_bursts,
 )
-from stormtorch.simulation.masks import Masks
-from stormtorch.studies.settings import LmSettings, SimSettings
 
 pytestmark = pytest.mark.pure
 

@@ -3,17 +3,17 @@
 from typing import Annotated
 
 import typer
+from stormtorch_lab.cli import bench, lab, train
+from stormtorch_lab.cli.chaos import chaos
+from stormtorch_lab.cli.demo import demo
+from stormtorch_lab.cli.report import report
+from stormtorch_lab.cli.simulate import simulate
+from stormtorch_lab.cli.theory import theory
 
-from stormtorch.cli import bench, lab, train
-from stormtorch.cli.chaos import chaos
-from stormtorch.cli.demo import demo
 from stormtorch.cli.doctor import doctor
 from stormtorch.cli.ledger import ledger
 from stormtorch.cli.postmortem import postmortem
-from stormtorch.cli.report import report
-from stormtorch.cli.simulate import simulate
 from stormtorch.cli.terminal.helping import App
-from stormtorch.cli.theory import theory
 from stormtorch.cli.watch import watch
 
 app = App(

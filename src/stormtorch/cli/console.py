@@ -21,8 +21,8 @@ def friendly_errors(**arguments: str) -> Iterator[None]:
     """
     try:
         # Here, so that --help answers without them.
-        from stormtorch.jobs.failed import RankFailed
-        from stormtorch.lab.access import LabError
+        from stormtorch_lab.jobs.failed import RankFailed
+        from stormtorch_lab.netns.access import LabError
 
         try:
             yield

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from stormtorch_lab.netns.access import LabUnavailable
+from stormtorch_lab.netns.lab import try_lab
+
 from stormtorch.doctor.finding import Finding, Level
 from stormtorch.doctor.interfaces import check_interfaces
 from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES, UDP_GRO, UDP_SEGMENT, granted, set_buffers
 from stormtorch.doctor.verdict import LEAST_BUFFER_BYTES
 from stormtorch.doctor.worker import cuda_version, versions
-from stormtorch.lab.access import LabUnavailable
-from stormtorch.lab.lab import try_lab
 from stormtorch.telemetry.text import size_text
 
 _OLDEST_KERNEL = (5, 0)

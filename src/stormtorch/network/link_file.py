@@ -8,7 +8,7 @@
 A link has one direction: name both directions where both are meant. If several entries fit a link, the last one counts.
 Loss of a host is that of all links from it and to it; entries of links count before it.
 The file of a trace is relative to the folder of the file that names it. The lab also reads delays and the lines of
-hosts; see `stormtorch.lab.per_link`.
+hosts; see `stormtorch_lab.netns.per_link`.
 """
 
 from __future__ import annotations

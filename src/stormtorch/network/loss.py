@@ -15,7 +15,7 @@ Most theory assumes `Bernoulli`. Real losses cluster: at the same rate, bursts t
 spare others, so measure with both. A link is a pair (source, target): the two directions between a pair of ranks are
 two links, each with its own losses. Only `Shared` makes links depend on each other, those of one sender.
 
-`Stragglers` is only for virtual workers (`stormtorch.simulation`): on a transport, deadlines and delays are real.
+`Stragglers` is only for virtual workers (`stormtorch_lab.simulation`): on a transport, deadlines and delays are real.
 """
 
 from __future__ import annotations

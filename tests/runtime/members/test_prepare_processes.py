@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import local_world
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +23,6 @@ from stormtorch import BoundedDrift, ModelAveraging, Options, exact, faults, pre
 from stormtorch.collectives import Group, barrier
 from stormtorch.exchange.exchange import Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
-from stormtorch.jobs.ranks import Member, run_ranks
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.members.calls import Calls
 from stormtorch.runtime.memory.bucket import Bucket

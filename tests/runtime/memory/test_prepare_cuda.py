@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from stormtorch_lab import AREA, MIFA, QSDP, SALF
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 
 import stormtorch
 from own_policies import Anchored, Blended, Damped
 from stormtorch import (
-    AREA,
     EXACT,
-    MIFA,
-    QSDP,
-    SALF,
     BoundedDrift,
     DiLoCo,
     Gossip,
@@ -27,7 +25,6 @@ from stormtorch import (
     StreamingDiLoCo,
 )
 from stormtorch.collectives import Group
-from stormtorch.jobs.ranks import Member, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 WORLD = 4

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import local_world
+from stormtorch_lab import ADEL, SALF
 
 import stormtorch
-from stormtorch import ADEL, EXACT, SALF, BoundedDrift, clip_grad_norm_, exact, prepare
+from stormtorch import EXACT, BoundedDrift, clip_grad_norm_, exact, prepare
 from stormtorch.checks import BadSetting
 from stormtorch.collectives import Group
 from stormtorch.errors import StormError

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 
 from joint_optimizers import (
@@ -24,7 +25,6 @@ from joint_optimizers import (
     Stacked,
 )
 from stormtorch import EXACT, GradientAveraging, prepare
-from stormtorch.jobs.ranks import Member, run_ranks
 from stormtorch.runtime.owner.separable import check_separable
 from training import Optimizer, Rank, assert_close, on_ranks, perceptron, plain, regression, values, vectors
 

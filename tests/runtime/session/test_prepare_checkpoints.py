@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, Options, prepare
-from stormtorch.jobs.ranks import Member, run_ranks
 from stormtorch.policies.policy import Policy
 from training import (
     WORLD,

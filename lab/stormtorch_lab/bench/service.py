@@ -1,0 +1,349 @@
+"""A web service on the hosts of a lab: nginx on each of them, and requests from everyone to everyone.
+
+with Service(lab) as service:
+    service.begin(rate=200.0, seed=0)
+    ...                                         # whatever shares the lines with it
+    service.stop()
+    requests = service.wait()
+    summary = ServiceResult.of(requests, seconds=10.0)
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from stormtorch.checks import check_between
+from stormtorch.telemetry.statistics import mean, percentile
+from stormtorch_lab.netns.access import LabError, LabUnavailable
+from stormtorch_lab.netns.lab import Lab
+
+PORT = 8080
+"""Port of nginx on every host."""
+PREFERRED_NICE = -10
+"""Niceness that nginx and its clients ask for; only some users may."""
+_FILE = "file"
+_START_S, _ANSWER_S = 60.0, 30.0
+_BEGIN_S = 0.3
+"""Seconds from the command to the first requests: by then, all clients have it."""
+# More files than most shells allow, as connections have no limit; and the processor before others where that is
+# allowed. Where sessions share the processor (autogroup), niceness counts inside each alone, so the session asks, too.
+_PREFERRED = (
+    'ulimit -n "$(ulimit -Hn)"; { echo "$1" > /proc/self/autogroup; } 2>/dev/null; '
+    'n=$1; shift; nice -n "$n" true 2>/dev/null || n=0; exec nice -n "$n" "$@"'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """One request, as its client saw it; times in seconds."""
+
+    host: int
+    due_s: float
+    late_s: float
+    latency_s: float
+    failure: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceResult:
+    """Requests of a measured time in a few numbers. Latencies count from when a request was due; of those that failed
+    there are none.
+    """
+
+    requests: int
+    """Requests that were due."""
+    failed: dict[str, int]
+    """Requests that failed, by how."""
+    per_s: float
+    """Complete answers per second."""
+    mean_s: float | None
+    p50_s: float | None
+    p99_s: float | None
+    max_s: float | None
+    late_mean_s: float
+    """Mean time by which clients sent requests too late, which is part of each latency."""
+    late_p99_s: float
+    late_max_s: float
+
+    @property
+    def done(self) -> int:
+        """Number of complete answers."""
+        return self.requests - sum(self.failed.values())
+
+    @classmethod
+    def of(cls, requests: Sequence[Done], *, seconds: float, first_s: float = 0.0) -> "ServiceResult":
+        """Sums up the requests that were due from `first_s` to `seconds`."""
+        counted = [request for request in requests if first_s <= request.due_s < seconds]
+        latencies = [request.latency_s for request in counted if not request.failure]
+        late = [request.late_s for request in counted] or [0.0]
+        return cls(
+            requests=len(counted),
+            failed=dict(sorted(Counter(request.failure for request in counted if request.failure).items())),
+            per_s=len(latencies) / (seconds - first_s),
+            mean_s=mean(latencies) if latencies else None,
+            p50_s=percentile(latencies, 50) if latencies else None,
+            p99_s=percentile(latencies, 99) if latencies else None,
+            max_s=max(latencies) if latencies else None,
+            late_mean_s=mean(late),
+            late_p99_s=percentile(late, 99),
+            late_max_s=max(late),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {name: getattr(self, name) for name in ("requests", "done", *list(self.__dataclass_fields__)[1:])}
+
+
+def find_nginx() -> str:
+    """Path of nginx.
+
+    Raises:
+        LabUnavailable: It is not installed, or its clients cannot run; the message says how to get it.
+    """
+    # Debian keeps it in a folder that is not in an ordinary user's PATH.
+    path = shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
+    if path is None:
+        raise LabUnavailable("the web service is nginx, which is not here: apt-get install nginx-light (or nginx)")
+    if importlib.util.find_spec("aiohttp") is None:
+        raise LabUnavailable("requests are sent by aiohttp, which is not here: pip install 'stormtorch[colocate]'")
+    return path
+
+
+def nginx_config(folder: Path, name: str, address: str) -> str:
+    """Configuration of one nginx that serves a folder and writes nowhere else.
+
+    It is one process: a master that gives up root for its workers would need more rights than a user namespace has. It
+    stays root, too: otherwise it would give its folders to another user, and an ordinary user's namespace has none.
+    """
+    scratch = "\n".join(
+        f"    {kind}_temp_path {folder}/{name}-{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    return f"""daemon off;
+user root root;
+master_process off;
+pid {folder}/{name}.pid;
+events {{ worker_connections 8192; }}
+http {{
+    access_log off;
+    sendfile on;
+    tcp_nodelay on;
+    keepalive_timeout 1d;
+    keepalive_requests 1000000000;
+    default_type application/octet-stream;
+{scratch}
+    server {{
+        listen {address} backlog=4096;
+        root {folder};
+    }}
+}}
+"""
+
+
+def nginx_words(nginx: str, folder: Path, name: str, address: str) -> list[str]:
+    """Writes the configuration of one nginx into the folder, and returns the command that starts it."""
+    path = folder / f"{name}.conf"
+    path.write_text(nginx_config(folder, name, address), encoding="utf-8")
+    return [nginx, "-p", str(folder), "-e", str(folder / f"{name}.log"), "-c", str(path)]
+
+
+def write_file(folder: Path, size: int) -> str:
+    """Writes the file that is served; returns its name."""
+    (folder / _FILE).write_bytes(os.urandom(size))
+    return _FILE
+
+
+class _Client:
+    """The load generator of one host, and a thread that reads what it says."""
+
+    def __init__(self, process: "subprocess.Popen[str]", host: int) -> None:
+        self.process, self.host = process, host
+        self.said: dict[str, Any] | None = None
+        self._heard = threading.Condition()
+        threading.Thread(target=self._read, name=f"client {host}", daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._heard, contextlib.suppress(json.JSONDecodeError):
+                self.said = json.loads(line)
+                self._heard.notify_all()
+        with self._heard:
+            self._heard.notify_all()
+
+    def tell(self, **command: Any) -> None:
+        self.said = None
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self, within_s: float) -> dict[str, Any]:
+        end = time.monotonic() + within_s
+        with self._heard:
+            while self.said is None and self.process.poll() is None and time.monotonic() < end:
+                self._heard.wait(0.1)
+            if self.said is None:
+                raise LabError(f"the client of the web service on host {self.host} {_state(self.process, within_s)}")
+            return self.said
+
+
+def _state(process: "subprocess.Popen[Any]", within_s: float) -> str:
+    code = process.poll()
+    return f"did not answer within {within_s:g} s" if code is None else f"ended with status {code}"
+
+
+class Service:
+    """Servers and clients on all hosts of a lab. Use it in a `with` statement.
+
+    Args:
+        lab: Lab, open already.
+        size: Bytes of an answer.
+        timeout_s: Seconds after which a request has failed.
+
+    Raises:
+        LabUnavailable: nginx or aiohttp is missing.
+        LabError: A server or a client failed.
+    """
+
+    def __init__(self, lab: Lab, *, size: int = 100_000, timeout_s: float = 5.0) -> None:
+        check_between("size", size, 1, 1 << 30)
+        check_between("timeout_s", timeout_s, 0.01, 1e4)
+        self._nginx = find_nginx()
+        self._lab, self._size, self._timeout_s = lab, size, timeout_s
+        self.servers: list[subprocess.Popen[Any]] = []
+        """Processes of nginx by host, for `lab.signal`."""
+        self.nice = 0
+        """Niceness that nginx and clients really have."""
+        self._clients: list[_Client] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._begun_s: float | None = None
+        self._stopped = False
+
+    def __enter__(self) -> "Service":
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="stormtorch-service-")
+        folder, lab = Path(self._folder.name), self._lab
+        name = write_file(folder, self._size)
+        at = [f"{lab.address(host)}:{PORT}" for host in range(lab.size)]
+        for host in range(lab.size):
+            words = nginx_words(self._nginx, folder, f"nginx-{host}", at[host])
+            self.servers.append(
+                lab.start(host, _preferred(words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
+        script = str(Path(__file__).with_name("service_client.py"))
+        for host in range(lab.size):
+            others = [f"http://{address}/{name}" for other, address in enumerate(at) if other != host]
+            with (folder / f"client-{host}.log").open("w") as log:
+                process = lab.start(
+                    host,
+                    _preferred([sys.executable, "-I", script, str(host), *others]),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
+            self._clients.append(_Client(process, host))
+        try:
+            self.nice = max(client.hear(_START_S)["nice"] for client in self._clients)
+        except LabError as error:
+            raise LabError(f"{error}{self._last_words()}") from error
+
+    def _last_words(self) -> str:
+        assert self._folder is not None
+        logs = sorted(Path(self._folder.name).glob("*.log"))
+        lines = [text[-1] for log in logs if (text := log.read_text(errors="replace").strip().splitlines())]
+        return f": {lines[0]}" if lines else ""
+
+    def begin(self, *, rate: float, seed: int) -> None:
+        """Begins to send `rate` requests per second, of all hosts together, until `stop`."""
+        check_between("rate", rate, 1e-3, 1e6)
+        self._begun_s, self._stopped = time.monotonic() + _BEGIN_S, False
+        for client in self._clients:
+            client.tell(
+                do="begin",
+                at=self._begun_s,
+                rate=rate / len(self._clients),
+                seed=seed,
+                bytes=self._size,
+                timeout_s=self._timeout_s,
+            )
+
+    @property
+    def runs_for_s(self) -> float:
+        """Seconds since requests began; 0 before that."""
+        return 0.0 if self._begun_s is None else max(time.monotonic() - self._begun_s, 0.0)
+
+    def stop(self) -> None:
+        """Sends no further requests. Does nothing the second time."""
+        if not self._stopped:
+            self._stopped = True
+            for client in self._clients:
+                client.tell(do="stop")
+
+    @property
+    def ended(self) -> bool:
+        """Whether all requests have ended after `stop`."""
+        for host, server in enumerate(self.servers):
+            if server.poll() is not None:
+                raise LabError(f"nginx on host {host} {_state(server, 0.0)}{self._last_words()}")
+        # A client that has gone never answers; `wait` says so.
+        return self._stopped and all(
+            client.said is not None or client.process.poll() is not None for client in self._clients
+        )
+
+    def wait(self) -> list[Done]:
+        """Waits after `stop` until all requests have ended, and returns what became of them."""
+        found = []
+        for client in self._clients:
+            for due_s, late_s, latency_s, failure in client.hear(self._timeout_s + _ANSWER_S)["requests"]:
+                found.append(Done(host=client.host, due_s=due_s, late_s=late_s, latency_s=latency_s, failure=failure))
+        self._begun_s = None
+        return found
+
+    def close(self) -> None:
+        """Ends servers and clients, and removes their folder. Does nothing the second time."""
+        processes = [*(client.process for client in self._clients), *self.servers]
+        with contextlib.suppress(LabError):  # where the lab is closed, they are gone
+            for process in processes:
+                if process.poll() is None:
+                    self._lab.signal(process, 9)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5.0)
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+        self._clients.clear()
+        self.servers.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _preferred(words: Sequence[str]) -> list[str]:
+    return ["sh", "-c", _PREFERRED, "sh", str(PREFERRED_NICE), *words]

@@ -1,0 +1,1 @@
+"""The lab's commands, which `stormtorch` finds by entry points."""

@@ -1,0 +1,170 @@
+"""Timed calls by contenders that take turns, so that whatever else the machine does meets all of them alike."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from types import TracebackType
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+import torch
+
+from stormtorch_lab.jobs.counters import Delivery, Sample
+from stormtorch_lab.jobs.gloo import gloo_group
+from stormtorch_lab.jobs.ranks import Member
+
+BARRIER = "gloo, on connections of its own, before and after each timed call"
+TIMES = "wall time of the slowest rank, from leaving the barrier to the end of its call"
+ORDER = "every round calls every backend once; each round begins with another one"
+# The first calls meet cold connections but no loss: they may take so many times what patience allows.
+_CHECK_PATIENCE = 5
+
+
+class TooSlow(RuntimeError):
+    """Raised when a call did not end within its limit; its contender can make no further ones."""
+
+
+class Contender(Protocol):
+    """Something that is measured beside others."""
+
+    name: str
+    limit_s: float | None
+    """A call over TCP that takes longer raises `TooSlow`; others always end by themselves."""
+
+    def close(self) -> None:
+        """Frees everything."""
+        ...
+
+
+C = TypeVar("C", bound=Contender)
+Call: TypeAlias = Callable[[], Delivery]
+"""Function that is timed."""
+
+
+class Cue(StrEnum):
+    """Requests of rank 0 to its parent, in this order; all ranks wait until they are done."""
+
+    LOSE = "lose"
+    """Let loss begin: all results were checked."""
+    COUNT = "count"
+    """Count packets from here: timed rounds begin. It comes once for each size."""
+    READ = "read"
+    """Read the counters: timed rounds have ended."""
+
+
+class Stage(Generic[C]):
+    """A rank's contenders and the barrier between their turns. Use it in a `with` statement.
+
+    Args:
+        member: This rank.
+        contenders: Contenders in the order of the first round; closed at the end.
+        patience_s: Seconds after which a call over TCP is given up; a contender that has used as many skips the other
+            rounds. None waits for ever. Until `cue(LOSE)` there is more patience.
+        lab: Whether the parent makes the loss, on cue.
+    """
+
+    def __init__(
+        self, member: Member, contenders: Sequence[C], *, patience_s: float | None = None, lab: bool = False
+    ) -> None:
+        self.member = member
+        self.control = gloo_group(member, "control", interface=member.control_interface)
+        self.contenders = list(contenders)
+        self.given_up: set[str] = set()
+        """Names of contenders that can make no further call."""
+        self._lab = lab
+        self._full_patience_s = patience_s
+        self._set_patience(patience_s and patience_s * _CHECK_PATIENCE)
+
+    def __enter__(self) -> "Stage[C]":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            return  # a goodbye would make the peers fail first, and their errors would hide this one
+        self.barrier()
+        for contender in self.contenders:
+            contender.close()
+            # Where loss is real, the last words of one may need their time; the next one begins after them.
+            self.barrier()
+
+    def barrier(self) -> None:
+        """Waits for all ranks, by a group that is not measured."""
+        self.control.barrier().wait()
+
+    def everywhere(self, condition: bool) -> bool:
+        """Whether the condition holds on all ranks."""
+        vote = torch.tensor([not condition], dtype=torch.int32)
+        self.control.allreduce([vote]).wait()
+        return int(vote) == 0
+
+    def cue(self, cue: Cue) -> None:
+        """Asks the parent to do something, in a lab."""
+        if cue is Cue.LOSE:
+            self._set_patience(self._full_patience_s)
+        if self._lab:
+            self.barrier()
+            if self.member.rank == 0:
+                self.member.ask(cue)
+            self.barrier()
+
+    def _set_patience(self, patience_s: float | None) -> None:
+        self._patience_s = patience_s
+        for contender in self.contenders:
+            contender.limit_s = patience_s
+
+    def willing(self, contender: C, spent_s: float) -> bool:
+        """Whether a contender that has used `spent_s` goes on; the answer is the same on all ranks."""
+        if contender.name in self.given_up:
+            return False
+        return self._patience_s is None or self.everywhere(spent_s < self._patience_s)
+
+    def timed(self, contender: C, call: Call, size_bytes: int, round_index: int) -> Sample:
+        """Times one call between two barriers. A call that is given up ends on all ranks, and its contender with it."""
+        self.barrier()
+        cpu_s = time.process_time()
+        begin = time.perf_counter()
+        delivery, ended = Delivery(), True
+        try:
+            delivery = call()
+        except TooSlow:
+            ended = False
+        seconds = time.perf_counter() - begin
+        # A rank that is done may still have to serve others: its CPU time counts until all are.
+        ended = self.everywhere(ended)
+        cpu_s = time.process_time() - cpu_s
+        if not ended:
+            self.given_up.add(contender.name)
+            contender.close()
+        return Sample(contender.name, size_bytes, round_index, seconds, cpu_s, *delivery, not ended)
+
+
+def in_turn(contenders: Sequence[C], round_index: int) -> Iterator[C]:
+    """Yields the contenders in the order of a round: each round begins with another one."""
+    for position in range(len(contenders)):
+        yield contenders[(round_index + position) % len(contenders)]
+
+
+class Turns(Generic[C]):
+    """Rounds in which everyone who still has patience makes one call.
+
+    Args:
+        stage: Stage of those who take part.
+        size_bytes: Size of what is reduced.
+        prepare: Readies a contender's next call, untimed, and returns it.
+    """
+
+    def __init__(self, stage: Stage[C], size_bytes: int, prepare: Callable[[C], Call]) -> None:
+        self._stage = stage
+        self._size_bytes = size_bytes
+        self._prepare = prepare
+        self._spent_s: defaultdict[str, float] = defaultdict(float)
+
+    def round(self, round_index: int) -> Iterator[tuple[C, Sample]]:
+        """Yields who was called, and how it went; the next contender waits until the caller has looked at it."""
+        for contender in in_turn(self._stage.contenders, round_index):
+            if self._stage.willing(contender, self._spent_s[contender.name]):
+                sample = self._stage.timed(contender, self._prepare(contender), self._size_bytes, round_index)
+                self._spent_s[contender.name] += sample.seconds
+                yield contender, sample

@@ -1,0 +1,116 @@
+"""Places where ranks run: beside this process, or on hosts of a lab whose loss begins when results were checked."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from stormtorch.telemetry.progress import Advance
+from stormtorch_lab.jobs.control import Cue
+from stormtorch_lab.jobs.mpi import mpi_version, run_ranks_by_mpi
+from stormtorch_lab.jobs.ranks import run_ranks
+from stormtorch_lab.jobs.surroundings import Withheld
+from stormtorch_lab.netns.access import checked_tcp
+from stormtorch_lab.netns.conditions import Conditions
+from stormtorch_lab.netns.lab import Lab
+from stormtorch_lab.netns.measured import Measured
+
+Result = TypeVar("Result")
+
+
+def open_lab(hosts: int, network: Conditions, tcp: Sequence[str] = ()) -> Lab:
+    """Makes the lab, for a `with` statement; `run_in_lab` begins without loss, until ranks have checked their results.
+
+    Args:
+        hosts: Number of hosts.
+        network: Its conditions.
+        tcp: Congestion controls that the kernel must have.
+    """
+    for congestion_control in tcp:
+        checked_tcp(congestion_control)
+    # With the loss, although it begins later: it has a say in what kind of network this is.
+    return Lab(hosts, network, management=True)
+
+
+def run_here(
+    work: Callable[..., Result],
+    hosts: int,
+    args: tuple[Any, ...],
+    *,
+    timeout_s: float,
+    advance: Advance,
+    hear: Callable[[object], None] | None = None,
+    by_mpi: bool = False,
+) -> tuple[list[Result], dict[str, Any]]:
+    """Runs ranks beside this process. Returns what they return, and the place as plain data. After each round, ranks
+    send what it measured: it goes to `hear`, or else becomes a text for `advance`. With `by_mpi`, mpirun starts them.
+    """
+    told = _rounds(advance, f"{hosts} ranks", hear)
+    place: dict[str, Any] = {"network": "loopback"}
+    withheld = Withheld()
+    if by_mpi:
+        place["started_by"] = mpi_version()
+        results = run_ranks_by_mpi(work, hosts, args, timeout_s=timeout_s, listen=told)
+    else:
+        results = run_ranks(work, hosts, args, timeout_s=timeout_s, listen=told)
+    return results, place | {"processors_withheld": withheld.share()}
+
+
+def run_in_lab(
+    work: Callable[..., Result],
+    lab: Lab,
+    network: Conditions,
+    hosts: int,
+    args: tuple[Any, ...],
+    *,
+    timeout_s: float,
+    advance: Advance,
+    hear: Callable[[object], None] | None = None,
+    per_host: int = 1,
+) -> tuple[list[Result], dict[str, Any]]:
+    """Runs ranks in a lab whose conditions are as asked for, `per_host` on each host; its loss follows the cues of the
+    ranks. Returns what `run_here` returns.
+    """
+    lab.set(loss=0.0)
+    counts: list[Measured] = []
+    withheld = Withheld()
+    told = _rounds(advance, f"{hosts} hosts", hear)
+
+    def listen(rank: int, what: object) -> None:
+        if what is Cue.LOSE:
+            lab.set(loss=network.loss)
+        elif what is Cue.COUNT:
+            if not counts:
+                lab.reset()
+        elif what is Cue.READ:
+            counts.append(lab.measured())
+        else:
+            told(rank, what)
+
+    world = hosts * per_host
+    results = run_ranks(work, world, args, timeout_s=timeout_s, listen=listen, lab=lab, per_host=per_host)
+    measured = counts[-1]
+    conditions = {
+        "network": f"lab: {lab.kind}",
+        "lab_made_by": lab.access.name,
+        "requested": lab.conditions.to_json(),
+        "measured": measured.to_json(),
+        "loss_measured": measured.loss,
+        "overflow_measured": measured.overflow,
+        "processors_withheld": withheld.share(),
+    }
+    if lab.conditions.tcp is not None:
+        conditions["tcp_congestion_control"] = lab.conditions.tcp
+    return results, conditions
+
+
+def _rounds(advance: Advance, where: str, hear: Callable[[object], None] | None) -> Callable[[int, object], None]:
+    done = 0
+
+    def told(_rank: int, what: object) -> None:
+        nonlocal done
+        if hear is not None:
+            hear(what)
+            return
+        done += 1
+        advance(f"{what} on {where}", done)
+
+    return told

@@ -1,0 +1,327 @@
+"""Runs the ranks of a job as processes of this machine or on the hosts of a lab, and never leaves one behind.
+
+    def work(member: Member, greeting: str) -> int:
+        member.store.set(f"hello/{member.rank}", greeting)
+        return member.rank
+
+    run_ranks(work, 4, ("good day",), timeout_s=60)      # [0, 1, 2, 3]
+
+On a lab's hosts, `run_ranks(work, 4, lab=lab, ...)`, each rank is a process of its own host, or of a host that has
+`per_host` of them; the rest is the same. The processes are spawned, not forked, so `work` must be importable: a
+function of a module, not of a notebook cell, and a script that calls this needs `if __name__ == "__main__":`.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import resource_tracker, spawn
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed.distributed_c10d import Store
+
+from stormtorch_lab.jobs.failed import RankFailed
+from stormtorch_lab.netns.lab import MASTER_PORT, Lab
+from stormtorch_lab.netns.wires import DEVICE, MANAGEMENT_DEVICE
+
+Result = TypeVar("Result")
+
+LOOPBACK = "127.0.0.1"
+# A rank that was asked to end has so many seconds before it is killed.
+_GRACE_S = 2.0
+# Counts the ranks that need the store no more.
+_LEFT = "stormtorch/left"
+
+
+@dataclass(frozen=True)
+class Member:
+    """Place of a rank in its job: who it is, where it is, a store that all ranks share, and a line to the parent."""
+
+    rank: int
+    world: int
+    store: Store
+    tell: Callable[[object], None]
+    """Sends something picklable to the parent's `listen`."""
+    ask: Callable[[object], Any]
+    """Sends something picklable to the parent's `listen`, and returns what that has returned."""
+    interface: str = "lo"
+    """Interface of the network that is measured."""
+    control_interface: str = "lo"
+    """Interface of a network that is not measured: for barriers and votes."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Addresses at which the ranks find the store and each other."""
+
+    host: str = LOOPBACK
+    port: int = MASTER_PORT
+    served_inside: bool = False
+    """Whether rank 0 serves the store; otherwise the parent does."""
+    interface: str = "lo"
+    control_interface: str = "lo"
+
+
+@dataclass(frozen=True)
+class _Told:
+    what: object
+    asked: bool = False
+    """Whether the rank waits for an answer."""
+
+
+@dataclass(frozen=True)
+class _Done:
+    result: Any
+
+
+@dataclass(frozen=True)
+class _Failed:
+    message: str
+    details: str
+    at_s: float
+
+
+_Message: TypeAlias = _Told | _Done | _Failed
+
+
+def run_ranks(
+    work: Callable[..., Result],
+    world: int,
+    args: tuple[Any, ...] = (),
+    *,
+    timeout_s: float,
+    listen: Callable[[int, object], object] | None = None,
+    lab: Lab | None = None,
+    per_host: int = 1,
+) -> list[Result]:
+    """Calls `work(member, *args)` in `world` processes and returns what each returned, by rank.
+
+    However this ends, also by Ctrl-C, no process is left. The ranks themselves do not see Ctrl-C.
+
+    Args:
+        work: An importable function.
+        world: Number of ranks.
+        args: Further arguments for it, picklable.
+        timeout_s: All ranks must have ended by then.
+        listen: Called here with the rank and what it sent; a rank that asked gets what this returns.
+        lab: Lab whose hosts run the ranks; it needs a management network. None runs them beside this process.
+        per_host: Number of ranks on each host of the lab: host 0 has the first ones.
+
+    Raises:
+        RankFailed: The first rank to fail, with its message; the others are ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes: list[SpawnProcess] = []
+    lines: list[Connection] = []
+    # Otherwise it is started on first use, and undoes interrupts_held for the first rank.
+    resource_tracker.ensure_running()
+    with open_site(lab) as site, _pythons(lab, world, per_host) as pythons:
+        try:
+            for rank in range(world):
+                line, far_end = context.Pipe()
+                lines.append(line)
+                process = context.Process(
+                    target=run_one,
+                    args=(far_end, rank, world, site, timeout_s, work, args),
+                    name=f"stormtorch rank {rank}",
+                    daemon=True,
+                )
+                context.set_executable(pythons[rank])
+                with interrupts_held():
+                    process.start()
+                    processes.append(process)
+                far_end.close()
+            return collect(lines, timeout_s, listen, lambda rank: _death(rank, processes[rank]))
+        finally:
+            # While what they are started from still exists: one that has only just begun would complain.
+            with interrupts_held():
+                _end(processes)
+                for line in lines:
+                    line.close()
+
+
+@contextlib.contextmanager
+def open_site(lab: Lab | None) -> Iterator[Site]:
+    """Says where the ranks meet; without a lab, the store is served here."""
+    if lab is not None:
+        # Hosts cannot be reached from here, so rank 0 serves the store.
+        yield Site(
+            host=lab.management_address(0),
+            served_inside=True,
+            interface=DEVICE,
+            control_interface=MANAGEMENT_DEVICE,
+        )
+        return
+    # The server lives here and not in rank 0: the kernel chooses a free port, and no rank can leave before the others.
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    yield Site(port=store.port)
+    del store
+
+
+@contextlib.contextmanager
+def _pythons(lab: Lab | None, world: int, per_host: int) -> Iterator[list[str]]:
+    """Finds the executable of each rank. On a host of a lab it is a script that enters it and passes everything on.
+
+    Such a rank is a grandchild: what `_end` signals is its parent, nsenter. The rank itself ends when its process
+    object is closed, as that looks to it like the end of this process; at the latest it ends with the lab.
+    """
+    before = os.fsdecode(spawn.get_executable())
+    try:
+        if lab is None:
+            yield [before] * world
+        else:
+            with tempfile.TemporaryDirectory(prefix="stormtorch-") as folder:
+                hosts = [str(lab.python(host, Path(folder))) for host in range(-(-world // per_host))]
+                yield [hosts[rank // per_host] for rank in range(world)]
+    finally:
+        spawn.set_executable(before)
+
+
+def collect(
+    lines: list[Connection],
+    timeout_s: float,
+    listen: Callable[[int, object], object] | None,
+    death: Callable[[int], RankFailed],
+) -> list[Any]:
+    """Hears all ranks out and returns what each returned; `death` says how a rank went whose line has ended."""
+    give_up_at = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    while len(results) < len(lines):
+        open_lines = {line: rank for rank, line in enumerate(lines) if rank not in results}
+        ready = wait(list(open_lines), timeout=max(give_up_at - time.monotonic(), 0.0))
+        if not ready:
+            late = ", ".join(str(rank) for rank in open_lines.values())
+            raise RankFailed(f"not done after {timeout_s:g} s, waiting for rank {late}: raise the time-out or do less")
+        failures: list[tuple[float, RankFailed]] = []
+        for line, rank in open_lines.items():
+            if line not in ready:
+                continue
+            try:
+                message: _Message = line.recv()
+            except (EOFError, OSError):
+                failures.append((time.monotonic(), death(rank)))
+                continue
+            if isinstance(message, _Told):
+                answer = None if listen is None else listen(rank, message.what)
+                if message.asked:
+                    line.send(answer)
+            elif isinstance(message, _Done):
+                results[rank] = message.result
+            else:
+                failed = RankFailed(f"rank {rank}: {message.message}", rank=rank, details=message.details)
+                failures.append((message.at_s, failed))
+        if failures:
+            # A failure takes the other ranks with it. The first is the cause; only that one is shown.
+            raise min(failures, key=lambda failure: failure[0])[1]
+    return [results[rank] for rank in range(len(lines))]
+
+
+def _death(rank: int, process: SpawnProcess) -> RankFailed:
+    process.join(_GRACE_S)
+    code = process.exitcode
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            how += " (did the machine run out of memory?)"
+    else:
+        how = f"ended without a result, exit code {code}"
+    return RankFailed(f"rank {rank}: {how}", rank=rank)
+
+
+def _end(processes: list[SpawnProcess]) -> None:
+    for process in processes:
+        # A rank that has sent its result is about to end by itself.
+        process.join(0.05)
+        if process.is_alive():
+            process.terminate()
+    give_up_at = time.monotonic() + _GRACE_S
+    for process in processes:
+        process.join(max(give_up_at - time.monotonic(), 0.0))
+        if process.is_alive():
+            process.kill()
+        process.join()
+        process.close()
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Makes Ctrl-C wait until the block is over. A process started inside never hears it: its parent ends it."""
+    came: list[int] = []
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The mask is this thread's; the kernel may deliver the signal to another one, of the store or of a progress bar.
+    in_charge = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number)) if in_charge else None
+    try:
+        yield
+    finally:
+        if in_charge:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+def run_one(
+    line: Connection,
+    rank: int,
+    world: int,
+    site: Site,
+    timeout_s: float,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Runs a rank in its process: calls `work`, and sends the parent what came of it."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def ask(what: object) -> Any:
+        line.send(_Told(what, asked=True))
+        return line.recv()
+
+    message: _Message
+    try:
+        torch.set_num_threads(1)
+        serving = site.served_inside and rank == 0
+        store = TCPStore(
+            site.host, site.port, is_master=serving, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        member = Member(
+            rank, world, store, lambda what: line.send(_Told(what)), ask, site.interface, site.control_interface
+        )
+        message = _Done(work(member, *args))
+        # Whoever serves the store may end as soon as it has counted everybody, before its answer has left.
+        with contextlib.suppress(DistNetworkError):
+            store.add(_LEFT, 1)
+    except Exception as error:
+        message = _Failed(f"{type(error).__name__}: {error}", traceback.format_exc(), time.monotonic())
+    line.send(message)
+    if serving and isinstance(message, _Done):
+        while store.add(_LEFT, 0) < world:  # the others still need the store
+            time.sleep(0.01)
+        time.sleep(0.1)  # and its last answers
+    line.close()
+    if site.served_inside:
+        # Skip interpreter shutdown: abandoned TCP connections would block it, and hold the host's ports.
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Ends this process with its parent: one that was killed cannot end its children."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

@@ -1,0 +1,29 @@
+"""The network lab: virtual hosts on this machine, joined by a network that really loses, delays and queues packets.
+
+from stormtorch_lab.netns import Lab
+
+with Lab(hosts=4, rate="400mbit", loss=0.1) as lab:
+    statuses = lab.run(["python", "train.py"])
+"""
+
+from stormtorch.checks import BadCondition
+from stormtorch_lab.netns.access import LabError, LabUnavailable
+from stormtorch_lab.netns.conditions import Conditions, HostLine, between, both_ways
+from stormtorch_lab.netns.lab import Lab
+from stormtorch_lab.netns.measured import LineCount, LinkCount, Measured
+from stormtorch_lab.netns.per_link import read_per_link
+
+__all__ = [
+    "BadCondition",
+    "Conditions",
+    "HostLine",
+    "Lab",
+    "LabError",
+    "LabUnavailable",
+    "LineCount",
+    "LinkCount",
+    "Measured",
+    "between",
+    "both_ways",
+    "read_per_link",
+]

@@ -1,0 +1,1 @@
+"""Policies for federated training, and policies by name, as commands take them."""

@@ -1,0 +1,22 @@
+"""Simulates any number of workers in one process, to see what loss does to a model before it trains on a real network.
+
+    report = simulate(model, loss, batches, optimizer, workers=64, steps=300, network=Bernoulli(p=0.1))
+
+Every virtual worker computes gradients on its own stale replica. The policies' own arithmetic does the rest.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stormtorch_lab.simulation.run import Simulated, Spot, simulate
+
+__all__ = ["Simulated", "Spot", "simulate"]
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes seconds to import, and `stormtorch simulate --help` needs none of it.
+    if name in __all__:
+        from stormtorch_lab.simulation import run
+
+        return getattr(run, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,250 @@
+"""Exchanges of virtual workers: what arrives in each, with repair or parity, and how many bytes they took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stormtorch.checks import BadSetting
+from stormtorch.network.loss import SlowBackward
+from stormtorch.policies import rules
+from stormtorch.policies.guard import LossMeter
+from stormtorch.policies.ledger import Row
+from stormtorch.policies.policy import OwnerPolicy, Policy
+from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch.reliability import EXACT, Reliability
+from stormtorch_lab.simulation.coded import CodedMasks, Counts
+from stormtorch_lab.simulation.masks import Masks
+from stormtorch_lab.simulation.repair import arrived
+from stormtorch_lab.simulation.setting import Setting
+
+
+class Exchanges:
+    """Draws what arrives in all exchanges of a training.
+
+    Args:
+        setting: Setting of the simulation.
+        policy: The user's policy: messages have room for the most parity that it may want.
+        owner_C: Owners of the chunks that travel; None is those of the whole model.
+        seed: Tells apart several exchanges of one training.
+    """
+
+    def __init__(self, setting: Setting, policy: Policy, owner_C: Tensor | None = None, seed: int = 0) -> None:
+        self._setting = setting
+        owner_C = setting.chunks.owner_C if owner_C is None else owner_C
+        n, seed, device = setting.workers, setting.seed + 7919 * seed, setting.device
+        self._chunks = owner_C.numel()
+        self._up_cells, self._down_cells = _cells_per_chunk(setting, policy)
+        self._cells = self._chunks
+        down_C = owner_C
+        if self._up_cells > 1 or self._down_cells > 1:
+            (owner_C, self._chunk_of_up), (down_C, self._chunk_of_down) = (
+                _grouped(owner_C, cells) for cells in (self._up_cells, self._down_cells)
+            )
+            self._chunks = owner_C.numel()
+        self._masks: Masks | CodedMasks
+        self._senders: Senders | None = None
+        longest = int(torch.bincount(owner_C).max())
+        most = max(
+            policy.redundancy_of(stage, loss / 100, longest, setting.narrower)
+            for stage in (policy.up, policy.down)
+            for loss in range(101)
+        )
+        if most and isinstance(setting.network, SlowBackward):
+            # Parity mixes chunks, of which some would not have been computed.
+            raise BadSetting("redundancy", "must be 0 over a SlowBackward")
+        if most:
+            self._masks = CodedMasks(setting.network, n, owner_C, seed, device, most)
+            self._senders = Senders(longest, setting.narrower, n)
+        else:
+            self._masks = Masks(setting.network, n, owner_C, seed, device)
+        self._masks_down = self._masks
+        if down_C is not owner_C:
+            self._masks_down = Masks(setting.network, n, down_C, seed + 1, device)
+
+    def draw(self, policy: Policy, row: Row, *, up: bool, owner_C: Tensor | None = None, exact: bool = False) -> Tensor:
+        """Returns which chunks (W, C) have arrived at the end of a stage, and counts its bytes.
+
+        Chunks, their parity and what is sent again to meet a budget count, as the mean over workers. Of an exact stage
+        every chunk counts once: what it sends again is not drawn.
+
+        Args:
+            policy: Policy of the step.
+            row: Row of the step.
+            up: Whether chunks go to their owners; otherwise they come from them.
+            owner_C: Owner of each chunk in this exchange only.
+            exact: Whether the stage is exact, whatever the policy says.
+        """
+        setting, senders = self._setting, self._senders
+        reliability = EXACT if exact else policy.up if up else policy.down
+        each = setting.datagram_bytes / setting.workers
+        masks = self._masks if up else self._masks_down
+        if up and isinstance(setting.network, SlowBackward):
+            _cut_off(masks, policy, row)
+        chunks = masks.owner_C.numel()
+        row.bytes_sent += round(chunks * (setting.workers - 1) * each)
+        redundancy_W = None if senders is None else senders.redundancy(policy, reliability)
+        if chunks != self._cells or self._masks_down is not self._masks:
+            arrived_WC, again = arrived(masks, reliability, up=up, redundancy_W=redundancy_W)
+            row.bytes_sent += round(again * each)
+            return arrived_WC[:, self._chunk_of_up if up else self._chunk_of_down]
+        arrived_WC, again = arrived(masks, reliability, up=up, owner_C=owner_C, redundancy_W=redundancy_W)
+        row.bytes_sent += round(again * each)
+        if senders is not None and isinstance(self._masks, CodedMasks) and not reliability.exact:
+            counts = self._masks.counts
+            assert counts is not None
+            senders.count(counts)
+            row.bytes_sent += round(counts.parity * each)
+            row.parity_bytes += round(counts.parity * each)
+            row.recovered += int(counts.recovered)
+        return arrived_WC
+
+    def draw_pairs(self, policy: Policy, row: Row, partner_W: list[int]) -> Tensor:
+        """Returns which chunks (W, C) of its partner have reached each worker; none where it has no partner.
+
+        All chunks must have one owner, so that a link carries a whole model.
+        """
+        setting = self._setting
+        arrived_WC = torch.zeros(setting.workers, self._chunks, dtype=torch.bool, device=setting.device)
+        for worker, partner in enumerate(partner_W):
+            if partner != worker:
+                row.bytes_sent += round(self._chunks * setting.datagram_bytes / setting.workers)
+                source_C = torch.full((self._chunks,), partner)
+                # Drawn for all workers, of whom one listens: what the others ask for again is not sent.
+                from_partner_WC = arrived(self._masks, policy.up, up=False, owner_C=source_C).arrived_WC
+                arrived_WC[worker] = from_partner_WC[worker]
+        return arrived_WC
+
+    def changed(self, policy: Policy, *, up: bool) -> list[tuple[float, float]] | None:
+        """Returns what meters must `translate` before a stage's next exchange, for each worker; None is nothing."""
+        stage = policy.up if up else policy.down
+        return None if self._senders is None or stage.budget < 1.0 else self._senders.changed(policy, stage, up=up)
+
+    def first_pass_down(self, policy: Policy) -> Tensor:
+        """Draws what a broadcast that is repaired would lose otherwise."""
+        if self._senders is None or not isinstance(self._masks, CodedMasks):
+            return self._masks.down()
+        return self._masks.down(redundancy_W=self._senders.redundancy(policy, policy.down))
+
+    def end_step(self) -> None:
+        """Called after every step: senders learn what was lost."""
+        if self._senders is not None:
+            self._senders.end_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint."""
+        state = self._masks.state_dict()
+        if self._masks_down is not self._masks:
+            return {"up": state, "down": self._masks_down.state_dict()}
+        return state if self._senders is None else {"masks": state, "senders": self._senders.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from the state of a checkpoint."""
+        if self._masks_down is not self._masks:
+            self._masks.load_state_dict(state["up"])
+            self._masks_down.load_state_dict(state["down"])
+            return
+        self._masks.load_state_dict(state if self._senders is None else state["masks"])
+        if self._senders is not None:
+            self._senders.load_state_dict(state["senders"])
+
+
+def _cut_off(masks: Masks | CodedMasks, policy: Policy, row: Row) -> None:
+    """Lets slow workers have until the deadline of a step, if the policy has one.
+
+    Raises:
+        BadSetting: The policy would have gradients sent again that were not computed.
+    """
+    if isinstance(masks, CodedMasks) or not isinstance(policy, OwnerPolicy):
+        return
+    masks.deadline_s = row.deadline_s = None if policy.deadline is None else seconds_of(policy, row.step)
+    if masks.deadline_s is not None and policy.up.budget < 1.0:
+        raise BadSetting("gradients", "must have a budget of 1: what was not computed in time cannot be sent again")
+
+
+def seconds_of(policy: OwnerPolicy, step: int) -> float | None:
+    """Returns the deadline of a step in seconds; None waits for all workers.
+
+    Raises:
+        BadSetting: The policy would learn its deadlines, for which virtual workers have no clock.
+    """
+    deadline = policy.deadline_at(step)
+    if deadline == "auto":
+        raise BadSetting("deadline", "must be None or in seconds in a simulation: virtual workers compute in no time")
+    return deadline
+
+
+def _cells_per_chunk(setting: Setting, policy: Policy) -> tuple[int, int]:
+    """How many of the simulation's chunks travel in one datagram, up and down: more than one only in sparse codes."""
+    codes = policy.codes if isinstance(policy, RankPolicy) else None
+    if codes is None:
+        return 1, 1
+    chunk_bytes = setting.float32_per_chunk * 4
+    return codes[0].blocks(chunk_bytes), codes[1].blocks(chunk_bytes)
+
+
+def _grouped(owner_C: Tensor, cells: int) -> tuple[Tensor, Tensor]:
+    """Puts neighbouring chunks of an owner into datagrams: the owner of each, and the datagram of each chunk."""
+    counts = torch.bincount(owner_C)
+    each = -(-counts // cells)
+    firsts, places = counts.cumsum(0) - counts, each.cumsum(0) - each
+    datagram_C = places[owner_C] + (torch.arange(len(owner_C)) - firsts[owner_C]) // cells
+    return torch.arange(len(counts)).repeat_interleave(each), datagram_C
+
+
+class Senders:
+    """Decides how much parity each worker sends, from what was lost of its datagrams.
+
+    Args:
+        chunks: Data chunks of the largest message.
+        narrower: Bytes of float32 over those of the wire.
+        workers: Number of workers, W.
+    """
+
+    def __init__(self, chunks: int, narrower: float, workers: int) -> None:
+        self._chunks, self._narrower = chunks, narrower
+        self._loss_W = LossMeter(torch.zeros(workers, dtype=torch.float64))
+        self._told: list[tuple[Tensor, Tensor]] = []
+        self._latest: list[tuple[Tensor, Tensor]] = []
+        # Redundancy of each worker in the last exchange of a stage that may lose, by whether that was the first.
+        self._last = {up: [0.0] * workers for up in (True, False)}
+
+    def redundancy(self, policy: Policy, stage: Reliability) -> list[float]:
+        """Returns the parity chunks that each worker sends for each data chunk."""
+        losses = self._loss_W.value.tolist()
+        return [policy.redundancy_of(stage, loss, self._chunks, self._narrower) for loss in losses]
+
+    def changed(self, policy: Policy, stage: Reliability, *, up: bool) -> list[tuple[float, float]] | None:
+        """Returns the factor by which the redundancy to come changes each worker's loss, and its loss without any."""
+        losses, before, now = self._loss_W.value.tolist(), self._last[up], self.redundancy(policy, stage)
+        if before == now:
+            return None
+        self._last[up] = now
+        each_W = zip(losses, before, now, strict=True)
+        return [
+            (rules.carried_over(loss, self._chunks, was, will), 1.0 if was == will else loss)
+            for loss, was, will in each_W
+        ]
+
+    def count(self, counts: Counts) -> None:
+        """Counts an exchange of the present step."""
+        self._latest.append((counts.lost_W.cpu(), counts.sent_W.cpu()))
+
+    def end_step(self) -> None:
+        """Learns from the exchanges of the step before: reports of an exchange travel with the next."""
+        if self._told:
+            lost_W, sent_W = (sum(each, torch.zeros(())) for each in zip(*self._told, strict=True))
+            self._loss_W.add(lost_W, sent_W)
+        self._told, self._latest = self._latest, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint."""
+        return {"loss": self._loss_W.state, "told": self._told, "last": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from the state of a checkpoint."""
+        self._loss_W.restore(*(each.cpu() for each in state["loss"]))
+        self._told = [(lost.cpu(), sent.cpu()) for lost, sent in state["told"]]
+        self._latest, self._last = [], state["last"]

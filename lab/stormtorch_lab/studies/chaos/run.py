@@ -1,0 +1,243 @@
+"""A run of chaos: a training whose hosts and links fail by the schedule, an undisturbed one beside it, and a report."""
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from stormtorch.exchange.keys import VARIABLE as KEY_VARIABLE
+from stormtorch.telemetry.progress import Advance, ignore_progress
+from stormtorch_lab.jobs.failed import RankFailed
+from stormtorch_lab.jobs.surroundings import surroundings
+from stormtorch_lab.netns.lab import Lab
+from stormtorch_lab.studies.chaos.drill import LEAVE_S, WORKER, Drill
+from stormtorch_lab.studies.chaos.faults import Fault
+from stormtorch_lab.studies.chaos.invariants import Run, check_run, final_loss
+from stormtorch_lab.studies.chaos.logs import History
+from stormtorch_lab.studies.chaos.report import ChaosReport
+from stormtorch_lab.studies.chaos.settings import ChaosSettings
+from stormtorch_lab.studies.chaos.timeline import recoveries
+
+_TICK_S = 0.05
+_LOOK_EVERY_S = 0.5
+# Time for all processes to start and make their first steps, on a busy machine.
+_START_S = 120.0
+# Longest run of patiences without a step, after which the run is given up: nothing more can be learned from it.
+_GIVE_UP = 3.0
+# Last part of the training in which the learning rate falls to zero: losses then vary little from run to run.
+_DECAY = 0.1
+_LEAST_DECAY_STEPS = 100
+# Kinds of faults that take hosts away, and the time within which a host that trains has made a step.
+_TAKES_HOSTS = ("kill", "pause", "cut", "link", "partition", "leave")
+_TRAINS_S = 1.5
+# The end is announced so far ahead that all ranks know of it in time.
+_AHEAD_S = 3.0
+_AHEAD_STEPS = 20
+
+
+def run_chaos(
+    settings: ChaosSettings, folder: Path, advance: Advance = ignore_progress, *, command: Sequence[str] = WORKER
+) -> ChaosReport:
+    """Runs the training with its faults, then the undisturbed one, and returns when all processes are gone.
+
+    Args:
+        settings: Settings of the run.
+        folder: Folder for the logs of all processes, which must be empty.
+        advance: Called with what is being done and the seconds of the schedule that are over.
+        command: First words of the command of every process, see `Drill`.
+
+    Raises:
+        stormtorch_lab.jobs.failed.RankFailed: The training did not even start.
+        stormtorch_lab.netns.LabError: The lab failed, or none can be made here.
+    """
+    faults = settings.schedule()
+    conditions = surroundings()
+    advance(f"making {settings.hosts + settings.spares} hosts", 0)
+    with Lab(settings.hosts + settings.spares, settings.network.changed(seed=settings.seed)) as lab:
+        drill = Drill(lab, settings, folder / "chaos", pace_s=settings.pace_s, command=command)
+        _start(lab, drill, settings, advance)
+        start_s = time.monotonic()
+        lab.reset()
+        held_s = _strike(drill, faults, settings, start_s, advance)
+        _calm(drill, settings, advance)
+        finish_s = time.monotonic()
+        measured = lab.measured()
+        decay_at, stop_at = _end(drill, settings, advance)
+        history = drill.history()
+        undisturbed, undisturbed_loss = None, None
+        if settings.baseline and final_loss(history) is not None:
+            calm = Drill(lab, settings, folder / "undisturbed", pace_s=0.0, command=command)
+            calm.announce_end(decay_at, stop_at)
+            undisturbed = _undisturbed(lab, calm, settings, stop_at, advance)
+            undisturbed_loss = lab.measured().loss
+        conditions |= {
+            "network": f"lab: {lab.kind}",
+            "sealed": bool(os.environ.get(KEY_VARIABLE)),
+            "lab_made_by": lab.access.name,
+            "requested": settings.network.to_json(),
+            "measured": measured.to_json(),
+            "undisturbed_loss_measured": undisturbed_loss,
+            "faults_waited_s": round(held_s, 1),
+        }
+    struck = sorted(drill.struck, key=lambda each: each.began_s)
+    run = Run(
+        history=history,
+        struck=struck,
+        ended=drill.ended,
+        start_s=start_s,
+        finish_s=finish_s,
+        hosts=settings.hosts,
+        patience_s=settings.patience_s,
+        undisturbed=undisturbed,
+    )
+    return ChaosReport(
+        settings=settings,
+        conditions=conditions,
+        history=history,
+        start_s=start_s,
+        finish_s=finish_s,
+        recoveries=recoveries(history, struck),
+        planned=len(faults),
+        checks=check_run(run),
+        undisturbed=undisturbed,
+        folder=folder,
+    )
+
+
+def _start(lab: Lab, drill: Drill, settings: ChaosSettings, advance: Advance) -> None:
+    """Starts all processes, and waits until each has made a few steps; the network is whole until then."""
+    lab.set(loss=0.0)
+    drill.open_store()
+    for host in range(settings.hosts):
+        drill.start(host)
+    give_up_at = time.monotonic() + _START_S
+    while True:
+        lives = drill.history().lives
+        ready = sum(len(life.steps) >= 3 for life in lives)
+        advance(f"{ready} of {settings.hosts} processes train", 0)
+        if ready == settings.hosts:
+            break
+        for host in range(settings.hosts):
+            if not drill.runs(host):
+                error = next((life.error for life in lives if life.host == host), None)
+                raise RankFailed(
+                    f"the process of h{host} ended before it trained: {error or drill.last_words(host)}", rank=host
+                )
+        if time.monotonic() > give_up_at:
+            raise RankFailed(f"only {ready} of {settings.hosts} processes trained after {_START_S:g} s")
+        time.sleep(0.2)
+    lab.set(loss=settings.network.loss)
+
+
+def _strike(
+    drill: Drill, faults: tuple[Fault, ...], settings: ChaosSettings, start_s: float, advance: Advance
+) -> float:
+    """Lets every fault begin and end. Returns the seconds for which faults had to wait.
+
+    A fault that takes hosts away waits until a majority would be left: on a slow machine, processes that start again
+    take longer than the schedule thinks.
+    """
+    due = deque(faults)
+    look_at = start_s
+    moved_s, moved_to = start_s, 0
+    held_s = 0.0
+    before = start_s
+    while True:
+        now = time.monotonic()
+        for fault, began_s in drill.active.items():
+            if now - began_s >= fault.lasts_s:
+                drill.end(fault)
+        if now >= look_at:
+            look_at = now + _LOOK_EVERY_S
+            drill.look_after(now)
+            history = drill.history()
+            outage = any(fault.kind == "outage" for fault in drill.active)
+            if history.last_step > moved_to or outage:
+                moved_s, moved_to = now, history.last_step
+            if now - moved_s > _GIVE_UP * settings.patience_s:
+                return held_s  # the checks tell why
+            advance(_words(history, drill), round(now - start_s - held_s))
+        while due and now - start_s - held_s >= due[0].at_s:
+            if not _leaves_majority(due[0], drill.history(), settings, now):
+                held_s += now - before
+                break
+            drill.begin(due.popleft())
+        if not due and not drill.active and now - start_s - held_s >= 60.0 * settings.minutes:
+            return held_s
+        before = now
+        time.sleep(_TICK_S)
+
+
+def _leaves_majority(fault: Fault, history: History, settings: ChaosSettings, now: float) -> bool:
+    """Whether a majority of the hosts trains now that a fault would not take away."""
+    if fault.kind not in _TAKES_HOSTS:
+        return True
+    there = {host for host in range(settings.hosts) if history.stepped(host, now - _TRAINS_S) is not None}
+    taken = 1 if fault.kind == "link" else len(there & set(fault.hosts))  # of a link, one end must go
+    return 2 * (len(there) - taken) > settings.hosts
+
+
+def _calm(drill: Drill, settings: ChaosSettings, advance: Advance) -> None:
+    """Ends what still holds, and waits until all hosts train again, or patience is over."""
+    begin = time.monotonic()
+    while (now := time.monotonic()) < begin + settings.patience_s + LEAVE_S:
+        for fault in drill.active:
+            drill.end(fault)
+        drill.look_after(now)
+        history = drill.history()
+        back = [host for host in range(settings.hosts) if history.stepped(host, max(begin, now - 2.0)) is not None]
+        advance(f"calm: {len(back)} of {settings.hosts} hosts train", round(60.0 * settings.minutes))
+        if len(back) == settings.hosts and not drill.active:
+            return
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _end(drill: Drill, settings: ChaosSettings, advance: Advance) -> tuple[int, int]:
+    """Announces the end, and waits for it. Returns the steps at which the learning rate began to fall, and the last."""
+    history = drill.history()
+    recent = [step for t, step in history.frontier if t > time.monotonic() - 10.0]
+    rate = (recent[-1] - recent[0]) / 10.0 if recent else 0.0
+    decay_at = history.last_step + max(_AHEAD_STEPS, round(_AHEAD_S * rate))
+    stop_at = decay_at + max(_LEAST_DECAY_STEPS, round(_DECAY * decay_at))
+    drill.announce_end(decay_at, stop_at)
+    _wait(drill, settings, stop_at, advance, "end")
+    return decay_at, stop_at
+
+
+def _undisturbed(lab: Lab, drill: Drill, settings: ChaosSettings, steps: int, advance: Advance) -> float:
+    """Trains without faults, and returns the validation loss; NaN if the training failed."""
+    lab.set(cut=(), cut_links=(), lines=settings.network.lines)
+    try:
+        _start(lab, drill, settings, advance)
+    except RankFailed:
+        drill.kill()
+        return math.nan  # what the faults showed is not thrown away
+    lab.reset()
+    _wait(drill, settings, steps, advance, "undisturbed run")
+    loss = final_loss(drill.history())
+    return math.nan if loss is None else loss
+
+
+def _wait(drill: Drill, settings: ChaosSettings, steps: int, advance: Advance, what: str) -> None:
+    """Waits until all processes have ended, as long as steps are made."""
+    moved_s, moved_to = time.monotonic(), 0
+    while any(drill.runs(host) for host in range(settings.hosts)):
+        history = drill.history()
+        now = time.monotonic()
+        if history.last_step > moved_to:
+            moved_s, moved_to = now, history.last_step
+        if now - moved_s > settings.patience_s + LEAVE_S:
+            break
+        advance(f"{what}: step {history.last_step} of {steps}", round(60.0 * settings.minutes))
+        time.sleep(_LOOK_EVERY_S)
+    drill.kill()
+
+
+def _words(history: History, drill: Drill) -> str:
+    views = [life.steps[-1].view for life in history.lives if life.steps]
+    view = max((each for each in views if each is not None), default=None)
+    where = "" if view is None else f" in view {view}"
+    faults = ", ".join(fault.words for fault in drill.active) or "calm"
+    return f"step {history.last_step}{where}, {faults}"

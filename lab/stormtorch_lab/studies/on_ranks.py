@@ -1,0 +1,240 @@
+"""Trainings on ranks: a model once for each policy and seed, over UDP that loses."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from stormtorch.collectives import Group, Op, all_reduce, broadcast
+from stormtorch.exchange.options import Options
+from stormtorch.joining.rendezvous import connect
+from stormtorch.network.faults import faults
+from stormtorch.policies.policy import Policy
+from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch.runtime.memory.norms import clip_grad_norm_
+from stormtorch.runtime.prepare import exact, prepare
+from stormtorch.telemetry.progress import Advance, ignore_progress
+from stormtorch.telemetry.statistics import mean, median
+from stormtorch_lab.jobs.control import Contender, Cue, Stage
+from stormtorch_lab.jobs.counters import Counters
+from stormtorch_lab.jobs.places import open_lab, run_here, run_in_lab
+from stormtorch_lab.jobs.ranks import Member
+from stormtorch_lab.jobs.surroundings import surroundings
+from stormtorch_lab.studies.results import TrainReport, TrainResult, exp_of
+from stormtorch_lab.studies.settings import TrainSettings
+from stormtorch_lab.tasks.task import Task
+
+# Ethernet's: loss then strikes chunks of the size that it would strike on a network.
+_DATAGRAM_BYTES = 1472
+# Validations of a training.
+_VALIDATIONS = 10
+
+
+@dataclass
+class RankTraining:
+    """Record that one rank keeps of one training."""
+
+    policy: str
+    """Label of the policy."""
+    seed: int
+    losses: list[float] = field(default_factory=list)
+    """Loss of each step, on this rank's batch."""
+    times_s: list[float] = field(default_factory=list)
+    """Seconds of each step."""
+    validations: list[tuple[int, float, float]] = field(default_factory=list)
+    """Steps done, then the loss and the fraction of right answers, over all ranks."""
+    drift: float = 0.0
+    """Mean squared difference per parameter between two replicas, over all ranks."""
+    arrived: float = 1.0
+    """Fraction of the chunks that arrived, mean over the steps."""
+    counters: Counters = field(default_factory=Counters)
+    """Datagrams of this rank's transport."""
+
+
+def run_training(settings: TrainSettings, advance: Advance = ignore_progress) -> TrainReport:
+    """Trains under every policy and seed, and returns when all ranks are gone.
+
+    Raises:
+        stormtorch.checks.BadSetting: The data cannot be read.
+        stormtorch_lab.jobs.failed.RankFailed: A rank failed or did not end in time.
+        stormtorch_lab.netns.LabError: The lab failed, or none can be made here.
+    """
+    task = settings.open_task()
+    params = sum(parameter.numel() for parameter in task.model(0).parameters())
+    asked = settings.to_json() | {"data": task.to_json()["data"], "params": params}
+    conditions = surroundings()
+    world, patience_s = settings.ranks, settings.timeout_s
+    if settings.network is None:
+        ranks, where = run_here(train_on_rank, world, (settings,), timeout_s=patience_s, advance=advance)
+    else:
+        with open_lab(world, settings.network, ()) as lab:
+            ranks, where = run_in_lab(
+                train_on_rank, lab, settings.network, world, (settings,), timeout_s=patience_s, advance=advance
+            )
+    counters = sum((training.counters for rank in ranks for training in rank), Counters())
+    measured: dict[str, Any] = {
+        "loss": where.pop("loss_measured", counters.loss),
+        "kernel_drops": counters.kernel_drops,
+    } | where
+    results = [result_of(list(trainings), language=task.language) for trainings in zip(*ranks, strict=True)]
+    return TrainReport(settings, asked, measured, conditions, results)
+
+
+def result_of(trainings: Sequence[RankTraining], *, language: bool) -> TrainResult:
+    """Makes one result of what all ranks saw of a training."""
+    first = trainings[0]
+    # Where slower ranks make fewer steps, what all of them have made counts.
+    losses = [mean(step) for step in zip(*(each.losses for each in trainings), strict=False)]
+    times_s = [max(step) for step in zip(*(each.times_s for each in trainings), strict=False)]
+    counters = sum((each.counters for each in trainings), Counters())
+    _, val_loss, accuracy = first.validations[-1]
+    return TrainResult(
+        policy=first.policy,
+        seed=first.seed,
+        loss=mean(losses[-max(len(losses) // 10, 1) :]),
+        val_loss=val_loss,
+        perplexity=exp_of(val_loss) if language else None,
+        accuracy=None if language else accuracy,
+        step_s=median(times_s),
+        drift=first.drift,
+        arrived=mean([each.arrived for each in trainings]),
+        loss_measured=counters.loss if counters.seen else None,
+        curve=[(step + 1, round(loss, 5)) for step, loss in enumerate(losses)],
+        val_curve=[(step, round(sum(times_s[:step]), 3), round(loss, 5)) for step, loss, _ in first.validations],
+    )
+
+
+def train_on_rank(member: Member, settings: TrainSettings) -> list[RankTraining]:
+    """Runs one rank's part of all trainings."""
+    task = settings.open_task()
+    found: list[RankTraining] = []
+    stage: Stage[Contender]
+    with Stage(member, (), lab=settings.network is not None) as stage:
+        for number, (seed, label) in enumerate(settings.trainings):
+            # Not in a with statement: the goodbye of a rank that failed would make the others' errors hide its own.
+            transport = connect(
+                member.store,
+                member.rank,
+                member.world,
+                Options(datagram_bytes=_DATAGRAM_BYTES, interface=member.interface),
+                prefix=f"stormtorch/training/{number}",
+            )
+            if number == 0:
+                stage.cue(Cue.LOSE)
+                stage.cue(Cue.COUNT)
+            in_lab = settings.network is not None
+            loss = contextlib.nullcontext() if in_lab else faults(loss=settings.loss, burst=settings.burst, seed=seed)
+            with loss:
+                training = RankTraining(label, seed)
+                _train(stage, Group(transport), task, settings.policy_of(label), settings.steps, training)
+                training.counters = Counters.of(transport)
+                stage.barrier()  # a rank that is done first must not spare the others a part of the loss
+            found.append(training)
+            transport.close()
+        stage.cue(Cue.READ)
+    return found
+
+
+def _train(
+    stage: Stage[Contender], group: Group, task: Task, policy: Policy, steps: int, training: RankTraining
+) -> None:
+    model = task.model(training.seed)
+    model, optimizer = prepare(model, task.optimizer(model.parameters()), policy=policy, group=group)
+    rank = stage.member.rank
+    stage.barrier()
+    for step, done in _steps(policy, optimizer, steps):
+        begin = time.perf_counter()
+        batch = task.batch(training.seed, step, rank, stage.member.world)
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = task.rate(min(step, steps - 1), steps)
+        loss = task.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        if task.clip is not None:
+            clip_grad_norm_(model.parameters(), task.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        training.losses.append(float(loss.detach()))
+        training.times_s.append(time.perf_counter() - begin)
+        done.count(step + 1)
+        if rank == 0:
+            stage.member.tell(f"{training.policy}, seed {training.seed}: loss {training.losses[-1]:.2f}")
+        if done.all:
+            # Before anything makes the replicas equal again, but after the last parameters: forward waits for them.
+            with torch.no_grad():
+                model.eval()(batch.inputs)
+            training.drift = _drift(stage, group, model)
+            training.arrived = float(optimizer.ledger.summary()["arrived"])  # type: ignore[attr-defined]  # given by prepare
+        if done.validates:
+            training.validations.append((done.steps, *_validate(stage, model, task)))
+
+
+class _Done:
+    """How far a training has come, the same on all ranks whenever they validate."""
+
+    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        self._session: Any = optimizer.session if isinstance(policy, RankPolicy) and policy.pace == "fastest" else None  # type: ignore[attr-defined]  # given by prepare
+        self._last = steps
+        if self._session is not None:
+            # Ranks of different speeds have made different steps: what they have in common are exchanges.
+            rounds = sum(policy.begins_at(number) <= steps for number in range(steps))  # type: ignore[attr-defined]  # as above
+            self._last = policy.begins_at(max(rounds, 1) - 1)  # type: ignore[attr-defined]
+        self._next = self._every = max(steps // _VALIDATIONS, 1)
+        self.steps = 0
+        """Steps that are done."""
+        self.validates = False
+        """Whether all ranks validate now."""
+
+    @property
+    def all(self) -> bool:
+        """Whether all steps are done."""
+        return self.steps >= self._last
+
+    def count(self, steps: int) -> None:
+        """Counts a step of this rank."""
+        before = self.steps
+        self.steps = steps if self._session is None else self._session.steps_of_rounds()
+        self.validates = self.steps > before and (self.all or self.steps >= self._next)
+        while self._next <= self.steps:
+            self._next += self._every
+
+
+def _steps(policy: Policy, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[tuple[int, _Done]]:
+    """Counts this rank's steps, until all ranks have made theirs."""
+    done = _Done(policy, optimizer, steps)
+    for step in itertools.count():
+        if done.all:
+            return
+        yield step, done
+
+
+def _drift(stage: Stage[Contender], group: Group, model: nn.Module) -> float:
+    """Mean squared difference per parameter between two replicas, on average over all pairs of ranks."""
+    own = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    first = own.clone()
+    broadcast(group, first, 0).wait()
+    # From rank 0's, so that equal replicas differ by nothing and not by the rounding of a mean.
+    own -= first
+    mean = own.clone()
+    all_reduce(group, mean, Op.AVG).wait()
+    spread = _mean_over_ranks(stage, [float((own - mean).double().square().mean())])[0]
+    return 2 * group.size / (group.size - 1) * spread
+
+
+def _validate(stage: Stage[Contender], model: nn.Module, task: Task) -> tuple[float, float]:
+    """Finds the loss and the fraction of right answers on what is held out; each rank judges its part of it."""
+    with exact(model), torch.inference_mode():
+        score = task.score(model, stage.member.rank, stage.member.world)
+    loss, right, count = _mean_over_ranks(stage, list(score))
+    return loss / count, right / count
+
+
+def _mean_over_ranks(stage: Stage[Contender], values: list[float]) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    stage.control.allreduce([tensor]).wait()
+    found: list[float] = (tensor / stage.member.world).tolist()
+    return found
