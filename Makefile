@@ -33,7 +33,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 CPP := $(wildcard $(foreach folder,engine engine/* engine/tests/*,$(folder)/*.cpp $(folder)/*.hpp))
 ENGINE := $(filter-out engine/tests/% engine/fuzz/%,$(CPP))
-CPP_FILES := $(CPP) $(wildcard benchmarks/*.cpp)
+CPP_FILES := $(CPP) $(wildcard papers/benchmarks/*.cpp)
 # ninja would try to join make's jobserver, which only recipes of a sub-make can reach, and print an error.
 BUILD := env -u MAKEFLAGS cmake --build
 
@@ -141,11 +141,11 @@ bench-rarely: setup  ## who comes to a loss first at 20 Mbit/s, 100 ms and 5 % l
 		--every 30 --set outer_lr=1 --set momentum=0.5 --set block=1024 \
 		--json $(BENCH_OUT)/lab-rarely-20mbit-100ms-loss5.json --plot $(BENCH_OUT)/lab-rarely-20mbit-100ms-loss5.png
 
-# Computes nothing: what an experiment computes, and how, stands in experiments/README.md.
-results: setup  ## draw all pictures of experiments/results from their JSON, print their tables, and write them into docs/results.md
-	@set -e; for kept in experiments/results/*.json; do name=$$(basename $$kept .json); \
-		if [ -f experiments/$$name.py ]; then echo "== $$name"; $(BIN)/python experiments/$$name.py --draw; fi; done
-	@$(BIN)/python experiments/page.py
+# Computes nothing: what an experiment computes, and how, stands in papers/experiments/README.md.
+results: setup  ## draw all pictures of papers/experiments/results from their JSON, print their tables, and write them into papers/results.md
+	@set -e; for kept in papers/experiments/results/*.json; do name=$$(basename $$kept .json); \
+		if [ -f papers/experiments/$$name.py ]; then echo "== $$name"; $(BIN)/python papers/experiments/$$name.py --draw; fi; done
+	@$(BIN)/python papers/experiments/page.py
 
 # Installs an extra of pyproject.toml alone, without building stormtorch again.
 .venv/.extra-%: .venv/.installed
@@ -222,8 +222,8 @@ soak: setup  ## COLLECTIVES random collectives (100,000) by shared memory, datag
 recompute: setup  ## JOBS random jobs (200) with deaths, returns, joins, leaves and pauses, each recomputed in one process (KINDS=, SEED=)
 	$(BIN)/python tests/helpers/recompute.py --jobs $(JOBS) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))
 
-# Of timm and pytorch_optimizer only if they are installed, as make setup does not: what benchmarks/survey.json has of them stays.
-survey: setup  ## all optimizers and idioms of training loops beside one process, a quarter of an hour; writes benchmarks/survey.json, docs/optimizers.md
+# Of timm and pytorch_optimizer only if they are installed, as make setup does not: what papers/benchmarks/survey.json has of them stays.
+survey: setup  ## all optimizers and idioms of training loops beside one process, a quarter of an hour; writes papers/benchmarks/survey.json, docs/optimizers.md
 	$(BIN)/python tests/helpers/survey.py --write docs/optimizers.md
 
 # The driver's tests look at the clock and have threads; all others run in virtual time or in none. So these may share

@@ -52,8 +52,8 @@ NAVIGATION: dict[str, dict[str, str]] = {
         "Fault injection": "faults.md",
         "Low priority": "priority.md",
         "Beside a web service": "colocate.md",
-        "Benchmarks": "benchmarks/README.md",
-        "Experiments": "experiments/README.md",
+        "Benchmarks": "papers/benchmarks/README.md",
+        "Experiments": "papers/experiments/README.md",
     },
     "How it works": {
         "Architecture": "architecture.md",
@@ -63,7 +63,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
     },
     "Reference": {"API": "api.md", "Commands": "commands.md", "Releasing": "releasing.md"},
 }
-OUTSIDE_PAGES = ("benchmarks/README.md", "experiments/README.md", "experiments/LOG.md")
+OUTSIDE_PAGES = ("papers/benchmarks/README.md", "papers/experiments/README.md", "papers/experiments/LOG.md")
 """Pages outside docs/ that belong to the site."""
 
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
@@ -80,7 +80,7 @@ def on_config(config: Any) -> Any:
         {section: [{title: page} for title, page in listed.items() if page in pages]}
         for section, listed in NAVIGATION.items()
     ]
-    placed = {page for listed in NAVIGATION.values() for page in listed.values()} | {"experiments/LOG.md"}
+    placed = {page for listed in NAVIGATION.values() for page in listed.values()} | {"papers/experiments/LOG.md"}
     more = sorted(pages - placed)
     config.nav = [*nav, {"More": more}] if more else nav
     return config
@@ -111,7 +111,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     Decisions and logs answer why, not how: searches leave them out.
     """
-    if page.file.src_uri.startswith("decisions/0") or page.file.src_uri == "experiments/LOG.md":
+    if page.file.src_uri.startswith("decisions/0") or page.file.src_uri == "papers/experiments/LOG.md":
         page.meta["search"] = {"exclude": True}
 
     def link(found: re.Match[str]) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER.parents[1] / "experiments" / "results" / "applications.json"
+RESULTS = FOLDER.parents[1] / "papers" / "experiments" / "results" / "applications.json"
 PAGE = FOLDER.parents[1] / "docs" / "applications.md"
 APPLICATIONS = ("diffusion", "anomalies", "quantiles", "uncertainty")
 LOSSES = (0.0, 0.1, 0.4)

@@ -42,7 +42,7 @@ from stormtorch.telemetry.postmortem import find, read_flights
 from stormtorch.theory import predict
 from stormtorch.watch.snapshot import snapshot
 
-KEPT = Path(__file__).parents[2] / "benchmarks"
+KEPT = Path(__file__).parents[2] / "papers" / "benchmarks"
 Show = Callable[[Console], None]
 
 

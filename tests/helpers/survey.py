@@ -4,7 +4,7 @@
     python tests/helpers/survey.py --only lamb "closure"
     python tests/helpers/survey.py --libraries --write docs/optimizers.md         # the page, of what is known
 
-Optimizers of timm and pytorch_optimizer take part where these are installed; otherwise what benchmarks/survey.json has
+Optimizers of timm and pytorch_optimizer take part where these are installed; otherwise what papers/benchmarks/survey.json has
 of them stays. Each subject has a process of its own, as
 some of them start threads, and some hang. Every result is written at once.
 """
@@ -29,7 +29,7 @@ from survey_optimizers import libraries, subjects
 from survey_page import FINE, PACKAGES, page
 
 _WITHIN_S = 150.0
-_RESULTS = Path(__file__).parents[2] / "benchmarks" / "survey.json"
+_RESULTS = Path(__file__).parents[2] / "papers" / "benchmarks" / "survey.json"
 
 
 def subject_of(library: str, name: str) -> Subject:

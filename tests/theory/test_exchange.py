@@ -14,7 +14,7 @@ from stormtorch.reliability import Reliability
 
 pytestmark = pytest.mark.pure
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "papers" / "benchmarks"
 LINE = theory.Line(bits_per_s=8e6, round_trip_s=0.1)
 
 

@@ -42,11 +42,11 @@ def test_a_part_that_fails_or_cannot_run_is_named(tmp_path: Path, monkeypatch: p
 
 
 def test_the_figures_in_the_readme_are_those_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "papers" / "benchmarks"))
     monkeypatch.delitem(sys.modules, "figures", raising=False)
     import figures  # type: ignore[import-not-found]  # a script
 
-    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "papers" / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert figures.table().count("\n") > 20
-    assert text == figures.renewed(text), "run: python benchmarks/figures.py"
+    assert text == figures.renewed(text), "run: python papers/benchmarks/figures.py"
     assert figures.rarely() in (ROOT / "docs" / "rarely.md").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from commands import call
 
 pytestmark = pytest.mark.pure
 
-KEPT = Path(__file__).parents[3] / "benchmarks"
+KEPT = Path(__file__).parents[3] / "papers" / "benchmarks"
 FILES = {
     "bench allreduce": "lab-400mbit-loss10.json",
     "bench ddp": "lab-ddp-400mbit-loss10.json",

@@ -37,7 +37,7 @@ def test_no_idiom_is_silently_different(name: str, case: str) -> None:
 
 def test_the_page_is_made_of_the_results_that_are_kept() -> None:
     root = Path(__file__).parents[3]
-    known = json.loads((root / "benchmarks" / "survey.json").read_text())
+    known = json.loads((root / "papers" / "benchmarks" / "survey.json").read_text())
     versions = known.pop("versions")
     known = {key: dict.fromkeys(CASES, each["all"]) if "all" in each else each for key, each in known.items()}
     assert page(known, versions) == (root / "docs" / "optimizers.md").read_text()

@@ -1,7 +1,7 @@
 """Times the rare exchanges of DiLoCo over a slow, long and lossy network: stormtorch, torchft and hivemind.
 
-    python benchmarks/peers_rarely.py --peer stormtorch --json FILE
-    python benchmarks/peers_rarely.py --peer torchft --python /tmp/torchft/bin/python
+    python papers/benchmarks/peers_rarely.py --peer stormtorch --json FILE
+    python papers/benchmarks/peers_rarely.py --peer torchft --python /tmp/torchft/bin/python
 
 Four hosts of a lab train the same small LLaMA on bytes of the documentation, and exchange every 30 steps; without loss,
 all end with the same loss. What an exchange takes is what 30 steps with it take beyond 30 median steps, mean over the
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stormtorch.tasks.models.llama import Llama, LlamaSize
+from stormtorch_lab.tasks.models.llama import Llama, LlamaSize
 from torch import nn
 
 OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -230,9 +230,8 @@ def train(arguments: argparse.Namespace) -> None:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Has four hosts of a lab train, and returns what their exchanges took."""
-    from stormtorch.results.surroundings import surroundings
-
-    from stormtorch.lab import Lab
+    from stormtorch_lab.jobs.surroundings import surroundings
+    from stormtorch_lab.netns import Lab
 
     found: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Trains with one slow rank, with and without `deadline="auto"`: `python benchmarks/stragglers.py --json FILE`.
+"""Trains with one slow rank, with and without `deadline="auto"`: `python papers/benchmarks/stragglers.py --json FILE`.
 
 Computing is a pause, so that processors are not what is measured: eight ranks fit on a machine of two cores. Every
 variant trains the same small LLaMA on the same bytes, and is judged by the same held-out text.
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stormtorch.jobs.ranks import Member, run_ranks
-from stormtorch.results.surroundings import surroundings
-from stormtorch.tasks.data.corpus import open_corpus
-from stormtorch.tasks.language import Text
+from stormtorch_lab.jobs.ranks import Member, run_ranks
+from stormtorch_lab.jobs.surroundings import surroundings
+from stormtorch_lab.tasks.data.corpus import open_corpus
+from stormtorch_lab.tasks.language import Text
 
 import stormtorch
 from stormtorch import BoundedDrift, prepare

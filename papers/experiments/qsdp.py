@@ -50,7 +50,7 @@ def runs(chosen: argparse.Namespace) -> list[Run]:
             key=f"{name}/{seed}",
             settings=small(
                 chosen,
-                policies=(f"experiments/qsdp.py:{kind}",),
+                policies=(f"papers/experiments/qsdp.py:{kind}",),
                 workers=8,
                 batch=16,
                 loss=0.0,

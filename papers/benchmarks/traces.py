@@ -1,4 +1,4 @@
-"""Exchanges over recorded links, beside gloo and QUIC: `python benchmarks/traces.py LINKS.jsonl --json FILE`.
+"""Exchanges over recorded links, beside gloo and QUIC: `python papers/benchmarks/traces.py LINKS.jsonl --json FILE`.
 
 LINKS.jsonl has a recorded link per line, whose `bits` say of each packet whether it was lost (1); `loss` is their
 mean. Of the links that lose 0.5 to 30 %, some are picked by even ranks of their loss. Two hosts of a lab replay each
@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stormtorch.bench.allreduce import AllReduceSettings, run_allreduce
-from stormtorch.bench.results import ideal_s
-from stormtorch.results.surroundings import surroundings
+from stormtorch_lab.bench.allreduce import AllReduceSettings, run_allreduce
+from stormtorch_lab.bench.results import ideal_s
+from stormtorch_lab.jobs.surroundings import surroundings
+from stormtorch_lab.netns import Conditions, Lab, read_per_link
 
-from stormtorch.lab import Conditions, Lab, read_per_link
 from stormtorch.network.units import parse_rate
 
 BACKENDS = ("gloo-cubic", "gloo-bbr", "storm", "storm-lossy")

@@ -31,11 +31,11 @@ _NOT_OURS = {
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    monkeypatch.syspath_prepend(str(ROOT / "papers" / "experiments"))
     before = set(sys.modules)
     yield importlib.import_module("page")
     for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == ROOT / "experiments":
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == ROOT / "papers" / "experiments":
             del sys.modules[name]
 
 
@@ -69,7 +69,7 @@ def test_trainings_in_several_tables_have_the_same_bits() -> None:
         for run in _runs(name).values():
             by_settings[settings_of(run)].append(run)
     shared = [runs for runs in by_settings.values() if len(runs) > 1]
-    assert len(shared) == 31, "as docs/results.md says"
+    assert len(shared) == 31, "as papers/results.md says"
     for runs in shared:
         assert len({run["commit"] for run in runs}) == len({run["date"] for run in runs}) == len(runs)
         for name in ("val_loss", "curve", "drift_curve", "lag"):
@@ -84,7 +84,7 @@ def settings_of(run: dict[str, Any]) -> str:
 
 def test_every_run_says_what_it_takes_to_repeat_it() -> None:
     lacking: Counter[str] = Counter()
-    for path in sorted((ROOT / "experiments" / "results").glob("*.json")):
+    for path in sorted((ROOT / "papers" / "experiments" / "results").glob("*.json")):
         kept = json.loads(path.read_text())
         # Experiments without seeds of their own tell the conditions of all that they did.
         runs = kept.get("runs") or dict(enumerate(kept.get("machines", [kept.get("conditions")])))
@@ -174,7 +174,7 @@ def _compared(name: str) -> dict[tuple[str, str], list[float]]:
 
 
 def _runs(name: str) -> dict[str, Any]:
-    kept = json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text())
+    kept = json.loads((ROOT / "papers" / "experiments" / "results" / f"{name}.json").read_text())
     runs: dict[str, Any] = kept.get("runs", {})
     return runs
 

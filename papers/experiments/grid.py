@@ -5,7 +5,7 @@ An experiment is a list of runs and a picture of their results:
     if __name__ == "__main__":
         main("lead", __doc__, runs, draw)
 
-`python experiments/lead.py --data DIR` computes what is missing in results/lead.json and draws results/lead.png.
+`python papers/experiments/lead.py --data DIR` computes what is missing in results/lead.json and draws results/lead.png.
 """
 
 from __future__ import annotations

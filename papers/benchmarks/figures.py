@@ -1,4 +1,4 @@
-"""Writes the tables of figures in benchmarks/README.md from the files beside it: `python benchmarks/figures.py`."""
+"""Writes the tables of figures in papers/benchmarks/README.md from the files beside it: `python papers/benchmarks/figures.py`."""
 
 import json
 from pathlib import Path
@@ -101,7 +101,7 @@ def rarely() -> str:
 def renewed(text: str) -> str:
     """The README with the tables as the files have them now."""
     for mark, content in zip(MARKS, (table(), ugly_paths()), strict=True):
-        begin, end = f"<!-- {mark}: python benchmarks/figures.py -->\n", f"<!-- end of {mark} -->\n"
+        begin, end = f"<!-- {mark}: python papers/benchmarks/figures.py -->\n", f"<!-- end of {mark} -->\n"
         before, _, rest = text.partition(begin)
         _, found, after = rest.partition(end)
         if not found:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.pure
 
 @pytest.fixture
 def grid(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "experiments"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "papers" / "experiments"))
     import grid
 
     yield grid
@@ -229,7 +229,7 @@ def test_processes_of_an_experiment_end_with_its_command(tmp_path: Path) -> None
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     command = subprocess.Popen(
         [sys.executable, str(tmp_path / "sleeper.py")],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "experiments")},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "papers" / "experiments")},
         stdout=subprocess.PIPE,
     )
     with command:

@@ -1,4 +1,4 @@
-"""Writes the rows of every table of docs/results.md, and of the paper, from the results that are kept.
+"""Writes the rows of every table of papers/results.md, and of the paper, from the results that are kept.
 
 A table begins with a comment, `<!-- table of NAME -->`, and a heading of two lines; what follows up to the next empty
 line are rows of `table` in NAME.py. `<!-- table of NAME, 2 -->` is its second table: empty rows divide them. Sentences
