@@ -15,7 +15,6 @@
 #include "coding/coding_model.hpp"
 #include "io/endpoint.hpp"
 #include "math/grid.hpp"
-#include "python/bindings_shared.hpp"
 #include "python/bindings_views.hpp"
 #include "sim/sim.hpp"
 #include "wire/seal.hpp"
@@ -458,23 +457,23 @@ NB_MODULE(_engine, m) {
         return d.with_views(work);
     });
 
+    // Defined by the lab's module: a network that a simulation shares with other traffic.
+    nb::class_<Medium>(m, "Medium");
     nb::class_<Sim> simulation(m, "Sim");
     simulation
         .def(
             "__init__",
             [](Sim* self, std::uint16_t world, const Mapping& core, const Mapping& faults, double delay_s,
-               double bytes_per_s, std::size_t queue_bytes, const std::optional<Mapping>& shared) {
-                const auto lines =
-                    shared ? std::optional(python::to_shared_lines(*shared, to_nanos(delay_s))) : std::nullopt;
+               double bytes_per_s, std::size_t queue_bytes, Medium* medium) {
                 new (self) Sim({.core = make_core_config(0, world, core),
                                 .faults = to_fault_settings(faults),
                                 .delay = to_nanos(delay_s),
                                 .bytes_per_s = bytes_per_s,
                                 .queue_bytes = queue_bytes,
-                                .shared = lines});
+                                .medium = medium});
             },
             nb::arg("world"), nb::arg("core"), nb::arg("faults"), nb::arg("delay_s"), nb::arg("bytes_per_s"),
-            nb::arg("queue_bytes"), nb::arg("shared").none() = nb::none())
+            nb::arg("queue_bytes"), nb::arg("medium").none() = nb::none(), nb::keep_alive<1, 8>())
         .def_prop_ro("now_s", [](const Sim& s) { return static_cast<double>(s.now()) * 1e-9; })
         .def(
             "post",
@@ -534,7 +533,14 @@ NB_MODULE(_engine, m) {
             return all;
         });
 
-    python::define_shared(simulation);
+    simulation.def(
+        "run_until",
+        [](Sim& s, double at_s) {
+            if (!(at_s >= 0 && at_s < 1e9)) throw std::invalid_argument("at_s must be a time");
+            const nb::gil_scoped_release released;
+            s.run_until(std::llround(at_s * 1e9));
+        },
+        nb::arg("at_s"));
     python::define_views<std::uint16_t>(
         simulation, "advance_to", [](Sim& s, std::uint16_t rank, auto&& work) { return s.with_views(rank, work); },
         nb::arg("rank"));

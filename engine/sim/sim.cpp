@@ -7,7 +7,6 @@ namespace storm {
 
 Sim::Sim(const SimConfig& config) : config_(config), timers_(config.core.world) {
     config_.faults.validate();
-    if (config_.shared) shared_.emplace(config_.core.world, config_.shared->network);
     const auto faults = std::make_shared<const FaultSettings>(config_.faults);
     for (std::uint16_t rank = 0; rank < config_.core.world; ++rank) {
         Host& host = hosts_.emplace_back();
@@ -88,27 +87,6 @@ std::vector<Core::Finished> Sim::take_finished(std::uint16_t rank) {
     return all;
 }
 
-void Sim::serve(const ServiceSettings& settings) {
-    if (!shared_) throw std::logic_error("a service needs shared lines");
-    if (service_) throw std::logic_error("a service runs already");
-    service_.emplace(settings, hosts_.size(), now_);
-}
-
-SimService& Sim::service() {
-    if (!service_) throw std::logic_error("no service runs");
-    return *service_;
-}
-
-const SimSwitch& Sim::shared() const {
-    if (!shared_) throw std::logic_error("there are no shared lines");
-    return *shared_;
-}
-
-void Sim::set_trunk(std::size_t rack, double bytes_per_s) {
-    if (!shared_) throw std::logic_error("there are no shared lines");
-    shared_->set_trunk(rack, bytes_per_s);
-}
-
 void Sim::run_until(Nanos at) {
     while (next_at() <= at && advance()) {
     }
@@ -117,22 +95,14 @@ void Sim::run_until(Nanos at) {
 
 Nanos Sim::next_at() const {
     Nanos next = std::min(packets_.empty() ? never : packets_.top().at, timers_.earliest());
-    if (shared_) next = std::min(next, shared_->next_at());
-    if (service_) next = std::min(next, service_->next_at());
+    if (config_.medium) next = std::min(next, config_.medium->next_at());
     return next;
 }
 
 bool Sim::advance() {
     Nanos next = packets_.empty() ? never : packets_.top().at;
-    bool by_line = false, by_service = false;
-    if (shared_ && shared_->next_at() < next) {
-        next = shared_->next_at();
-        by_line = true;
-    }
-    if (service_ && service_->next_at() < next) {
-        next = service_->next_at();
-        by_service = true;
-    }
+    const bool by_medium = config_.medium && config_.medium->next_at() < next;
+    if (by_medium) next = config_.medium->next_at();
     const bool by_timer = timers_.earliest() < next;
     if (by_timer) next = timers_.earliest();
     if (next == never) return false;
@@ -143,10 +113,8 @@ bool Sim::advance() {
         host.faults->release(now_, [&](std::span<std::byte> datagram) { host.core->receive(datagram, now_); });
         host.core->tick(now_);
         pump(timed);
-    } else if (by_service) {
-        service_->tick(now_, *shared_);
-    } else if (by_line) {
-        step_shared();
+    } else if (by_medium) {
+        step_medium();
     } else {
         // The heap owns its elements; the packet is moved out just before it is popped.
         Packet packet = std::move(const_cast<Packet&>(packets_.top()));
@@ -194,16 +162,12 @@ void Sim::deliver(std::uint16_t source, std::uint16_t target, std::span<std::byt
     pump(target);
 }
 
-void Sim::step_shared() {
-    std::optional<SimPacket> packet = shared_->step();
-    if (!packet) return;
-    if (packet->segment) {
-        service_->receive(*packet, now_, *shared_);
-        return;
-    }
-    const Host& source = hosts_[packet->source];
-    if (hosts_[packet->target].dark || source.dark || source.cut.contains(packet->target)) return;
-    deliver(packet->source, packet->target, packet->datagram);
+void Sim::step_medium() {
+    std::optional<Medium::Datagram> datagram = config_.medium->step(now_);
+    if (!datagram) return;
+    const Host& source = hosts_[datagram->source];
+    if (hosts_[datagram->target].dark || source.dark || source.cut.contains(datagram->target)) return;
+    deliver(datagram->source, datagram->target, datagram->bytes);
 }
 
 void Sim::pump(std::uint16_t rank) {
@@ -221,13 +185,8 @@ void Sim::pump(std::uint16_t rank) {
         for (std::size_t at = 0; at < joined.size(); at += batch_.segment_bytes()) {
             const std::size_t size = std::min(batch_.segment_bytes(), joined.size() - at);
             const auto begin = joined.begin() + static_cast<std::ptrdiff_t>(at);
-            if (shared_) {
-                shared_->send({.source = rank,
-                               .target = batch_.peer(),
-                               .priority = config_.shared->priority,
-                               .wire_bytes = static_cast<std::uint32_t>(size) + config_.shared->header_bytes,
-                               .datagram = {begin, begin + static_cast<std::ptrdiff_t>(size)}},
-                              now_);
+            if (config_.medium) {
+                config_.medium->send({rank, batch_.peer(), {begin, begin + static_cast<std::ptrdiff_t>(size)}}, now_);
                 continue;
             }
             Nanos leaves = now_;

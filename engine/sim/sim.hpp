@@ -16,8 +16,7 @@
 #include "base/timers.hpp"
 #include "core/core.hpp"
 #include "exchange/batch.hpp"
-#include "sim/sim_service.hpp"
-#include "sim/sim_switch.hpp"
+#include "sim/medium.hpp"
 #include "wire/faults.hpp"
 
 namespace storm {
@@ -30,20 +29,13 @@ struct SimPath {
     bool dark{};           // all that it carries is lost
 };
 
-// Lines that datagrams share with other packets, in classes. They take the place of the lines below, and of all paths.
-struct SharedLines {
-    SwitchSettings network{};
-    Priority priority{};             // of the cores' datagrams
-    std::uint32_t header_bytes{42};  // of each datagram on the wire: Ethernet, IPv4 and UDP
-};
-
 struct SimConfig {
     CoreConfig core;  // as for every rank; `rank` is filled in
     FaultSettings faults;
     Nanos delay{50 * microsecond};       // one way
     double bytes_per_s{};                // of each rank's link to the switch, both ways; 0 is unlimited
     std::size_t queue_bytes{512 << 10};  // at the switch, per rank
-    std::optional<SharedLines> shared{};
+    Medium* medium{};                    // takes the place of these links, and of all paths; outlives the simulation
 };
 
 class Sim {
@@ -78,13 +70,6 @@ public:
 
     // Runs until that time, or until nothing will happen any more.
     void run_until(Nanos at);
-    // Begins a service between the hosts, over shared lines. Throws std::logic_error if there are none, or one runs already.
-    void serve(const ServiceSettings& settings);
-    // Throw std::logic_error if there is none.
-    [[nodiscard]] SimService& service();
-    [[nodiscard]] const SimSwitch& shared() const;
-    // Sets the rate of a rack's lines to the other racks, from now on. Throws if there are none.
-    void set_trunk(std::size_t rack, double bytes_per_s);
 
     // Sets the rate of every rank's link, from now on.
     void set_rate(double bytes_per_s) { config_.bytes_per_s = bytes_per_s; }
@@ -98,7 +83,9 @@ public:
     // Replaces the faults of all links, from now on.
     void set_faults(const FaultSettings& faults);
 
-    [[nodiscard]] std::uint64_t queue_drops() const { return queue_drops_ + (shared_ ? shared_->drops() : 0); }
+    [[nodiscard]] std::uint64_t queue_drops() const {
+        return queue_drops_ + (config_.medium ? config_.medium->drops() : 0);
+    }
     [[nodiscard]] const FaultCounters& fault_counters(std::uint16_t rank) const {
         return hosts_.at(rank).faults->counters();
     }
@@ -126,7 +113,7 @@ private:
     [[nodiscard]] std::unique_ptr<Core> make_core(std::uint16_t rank) const;
     void pump(std::uint16_t rank);
     void arrive(Packet packet);
-    void step_shared();
+    void step_medium();
     void deliver(std::uint16_t source, std::uint16_t target, std::span<std::byte> bytes);
     [[nodiscard]] Nanos next_at() const;
 
@@ -140,8 +127,6 @@ private:
     std::array<SimPath, most_paths> paths_{};
     std::mt19937_64 chance_{7};  // of the losses of paths
     std::priority_queue<Packet, std::vector<Packet>, std::greater<>> packets_;
-    std::optional<SimSwitch> shared_;
-    std::optional<SimService> service_;
     Batch batch_;
 };
 

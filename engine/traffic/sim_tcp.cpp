@@ -1,4 +1,4 @@
-#include "sim/sim_tcp.hpp"
+#include "traffic/sim_tcp.hpp"
 
 #include <algorithm>
 #include <cmath>

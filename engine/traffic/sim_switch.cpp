@@ -1,4 +1,4 @@
-#include "sim/sim_switch.hpp"
+#include "traffic/sim_switch.hpp"
 
 #include <utility>
 

@@ -1,4 +1,4 @@
-#include "sim/sim_line.hpp"
+#include "traffic/sim_line.hpp"
 
 #include <algorithm>
 #include <limits>

@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "sim/sim_line.hpp"
+#include "traffic/sim_line.hpp"
 
 using namespace storm;
 

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "sim/sim_switch.hpp"
+#include "traffic/sim_switch.hpp"
 
 using namespace storm;
 using namespace storm::check;

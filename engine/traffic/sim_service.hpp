@@ -10,8 +10,8 @@
 #include <random>
 #include <vector>
 
-#include "sim/sim_switch.hpp"
-#include "sim/sim_tcp.hpp"
+#include "traffic/sim_switch.hpp"
+#include "traffic/sim_tcp.hpp"
 
 namespace storm {
 

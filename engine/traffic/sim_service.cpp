@@ -1,4 +1,4 @@
-#include "sim/sim_service.hpp"
+#include "traffic/sim_service.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -5,7 +5,7 @@
 
 #include "check.hpp"
 #include "sim/sim.hpp"
-#include "sim/sim_service.hpp"
+#include "traffic/shared_network.hpp"
 
 using namespace storm;
 
@@ -187,12 +187,13 @@ TEST(requests_arrive_at_the_asked_rate_and_a_seed_repeats_them) {
     const auto times = [](std::uint64_t seed) {
         SimConfig config;
         config.core.world = 4;
-        config.shared = SharedLines{.network = lines()};
+        SharedNetwork network(4, {.network = lines()});
+        config.medium = &network;
         Sim sim(config);
-        sim.serve({.requests_per_s = 1000, .seed = seed});
+        network.serve({.requests_per_s = 1000, .seed = seed}, sim.now());
         sim.run_until(sim.now() + 2 * second);
         std::vector<Nanos> all;
-        for (const auto& each : sim.service().answered()) all.push_back(each.took);
+        for (const auto& each : network.service().answered()) all.push_back(each.took);
         return all;
     };
     const std::vector<Nanos> one = times(1);
@@ -204,14 +205,15 @@ TEST(requests_arrive_at_the_asked_rate_and_a_seed_repeats_them) {
 TEST(all_requests_are_answered_in_the_end_however_much_was_lost) {
     SimConfig config;
     config.core.world = 4;
-    config.shared = SharedLines{.network = lines(20 << 10)};
+    SharedNetwork network(4, {.network = lines(20 << 10)});
+    config.medium = &network;
     Sim sim(config);
-    sim.serve({.requests_per_s = 8000, .seed = 4});  // more than the lines carry
+    network.serve({.requests_per_s = 8000, .seed = 4}, sim.now());  // more than the lines carry
     sim.run_until(sim.now() + second / 4);
-    sim.service().stop();
-    CHECK(sim.service().timeouts() > 10);
+    network.service().stop();
+    CHECK(network.service().timeouts() > 10);
     sim.run_until(sim.now() + 200 * second);
-    CHECK_EQUAL(sim.service().answered().size(), sim.service().asked());
+    CHECK_EQUAL(network.service().answered().size(), network.service().asked());
 }
 
 TEST(datagrams_of_cores_share_the_lines_with_the_service_and_wait_for_it_if_they_are_low) {
@@ -222,7 +224,8 @@ TEST(datagrams_of_cores_share_the_lines_with_the_service_and_wait_for_it_if_they
         config.core.bytes_per_s = bytes_per_s;
         SharedLines shared{.network = lines(64 << 20), .priority = priority.value_or(Priority::normal)};
         shared.network.up.low_queue_bytes = shared.network.down.low_queue_bytes = 64 << 20;
-        config.shared = shared;
+        SharedNetwork network(2, shared);
+        config.medium = &network;
         Sim sim(config);
         std::vector<std::byte> from(bytes), into(bytes);
         ExchangeSpec send, receive;
@@ -232,14 +235,14 @@ TEST(datagrams_of_cores_share_the_lines_with_the_service_and_wait_for_it_if_they
             sim.post(0, send);
             sim.post(1, receive);
         }
-        sim.serve({.requests_per_s = 300, .seed = 3});
+        network.serve({.requests_per_s = 300, .seed = 3}, sim.now());
         sim.run_until(sim.now() + second / 5);
         if (priority) CHECK_EQUAL(sim.take_finished(1).size(), 1U);
-        const auto& low = sim.shared().down(1).counts(Priority::low);
+        const auto& low = network.lines().down(1).counts(Priority::low);
         CHECK_EQUAL(low.packets > 0, priority == Priority::low);
         Nanos sum = 0;
-        for (const auto& each : sim.service().answered()) sum += each.took;
-        return sum / static_cast<Nanos>(sim.service().answered().size());
+        for (const auto& each : network.service().answered()) sum += each.took;
+        return sum / static_cast<Nanos>(network.service().answered().size());
     };
     constexpr std::size_t large = 10 << 20;
     const Nanos alone = run(std::nullopt, large);

@@ -1,0 +1,30 @@
+// What carries the datagrams of a simulation in place of its own links: a network that they share with other traffic.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "base/clock.hpp"
+
+namespace storm {
+
+class Medium {
+public:
+    struct Datagram {
+        std::uint16_t source{}, target{};
+        std::vector<std::byte> bytes{};
+    };
+
+    virtual ~Medium() = default;
+    // When the next thing happens; `never` if nothing is under way.
+    [[nodiscard]] virtual Nanos next_at() const = 0;
+    virtual void send(Datagram datagram, Nanos now) = 0;
+    // Lets it happen, and returns the datagram that thereby reached its host, if one did.
+    virtual std::optional<Datagram> step(Nanos now) = 0;
+    // Packets that found a queue full.
+    [[nodiscard]] virtual std::uint64_t drops() const = 0;
+};
+
+}  // namespace storm
