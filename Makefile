@@ -19,12 +19,12 @@ KILLS ?= 50
 # Of recompute: random jobs, and from which kinds of program they are drawn; empty is all.
 JOBS ?= 200
 KINDS ?=
-# Where `make bench` writes. Results worth keeping are copied from there to benchmarks/ and committed.
+# Where `make bench` writes. Results worth keeping are copied from there to papers/benchmarks/ and committed.
 BENCH_OUT ?= build/bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo results docs wheel test test-all lint bench bench-lab bench-bursts bench-long bench-colocate bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak recompute survey python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo results docs wheel test test-all lint coverage coverage-engine coverage-python bench bench-lab bench-bursts bench-long bench-colocate bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak recompute survey python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -57,10 +57,12 @@ help:  ## list the verbs
 
 # Editable: Python is read from src/ as it is, and this stamp rebuilds the module when the engine changes. (Rebuilding at
 # import instead would have all ranks of a job build at once.) The kept build directory recompiles only what changed.
-.venv/.installed: .venv/.torch pyproject.toml CMakeLists.txt $(ENGINE) $(sort $(dir $(ENGINE)))
+.venv/.installed: .venv/.torch pyproject.toml lab/pyproject.toml CMakeLists.txt $(ENGINE) $(sort $(dir $(ENGINE)))
 	@echo "building stormtorch"
 	@$(BIN)/python -m pip install -qq --no-build-isolation --check-build-dependencies \
 		--config-settings=build-dir=build/python --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --no-build-isolation --check-build-dependencies --no-deps \
+		--config-settings=build-dir=$(CURDIR)/build/python-lab --editable ./lab
 	@touch $@
 
 setup: .venv/.installed  ## make .venv and build stormtorch into it (the other verbs do it by themselves)
@@ -160,11 +162,13 @@ docs: setup .venv/.extra-docs  ## build the docs site into build/site; warnings 
 	@echo "open build/site/index.html"
 
 # For this machine's architecture and Python. auditwheel gives it the lowest manylinux tag that its symbols allow.
-wheel: setup .venv/.extra-release  ## build a wheel into dist/ and try it where there is no compiler
+wheel: setup .venv/.extra-release  ## build both wheels into dist/ and try them where there is no compiler
 	@rm -rf build/wheels
 	@$(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps --config-settings=build-dir=build/wheel \
 		--wheel-dir build/wheels .
-	@$(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
+	@$(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps --config-settings=build-dir=$(CURDIR)/build/wheel-lab \
+		--wheel-dir build/wheels ./lab
+	@for wheel in build/wheels/*.whl; do $(BIN)/auditwheel repair --wheel-dir dist $$wheel; done
 	@$(BIN)/python tests/helpers/check_wheel.py dist
 
 # --- check it --------------------------------------------------------------------------------------------------------
@@ -242,6 +246,10 @@ driver-test: thread-build address-test | $(filter lint,$(MAKECMDGOALS))
 	$(ADDRESS_TESTS) test_driver
 	$(FIXED_ADDRESSES) build/thread/engine_tests test_driver
 
+# Instrumented by gcov; atomic counts, as the driver has threads.
+build/gcov/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DCMAKE_BUILD_TYPE=None \
+	-DCMAKE_CXX_FLAGS='-O1 --coverage -fprofile-update=atomic'
+
 thread-build: build/thread/build.ninja
 	@$(BUILD) build/thread --target engine_tests
 
@@ -268,6 +276,27 @@ python-clocked: setup
 python-all: setup
 	@$(MAKE) --no-print-directory python-test MARKS='slow or not slow'
 
+coverage: coverage-engine coverage-python  ## which lines tests reach, of Python and of the engine; writes build/coverage (PYTEST_ARGS=)
+
+# A test that fails changes little of what is covered: the figures come all the same, and the verb fails at the end. Tests
+# take several times as long, and have the longer time limit; those that compare times may fail.
+coverage-python: setup
+	@rm -rf build/coverage/data build/coverage/python && mkdir -p build/coverage/data
+	@status=0; $(BIN)/coverage run -m pytest --timeout 600 -m '$(MARKS)' $(PYTEST_ARGS) || status=$$?; \
+	$(BIN)/coverage combine -q && $(BIN)/coverage html -q -d build/coverage/python && \
+	$(BIN)/coverage report > build/coverage/python.txt && tail -n 1 build/coverage/python.txt && \
+	echo "open build/coverage/python/index.html" && exit $$status
+
+coverage-engine: build/gcov/build.ninja setup
+	@cmake --build build/gcov --target engine_tests check_views
+	@find build/gcov -name '*.gcda' -delete && mkdir -p build/coverage/engine
+	@find build/gcov -name '*.gcno' | while read -r file; do \
+		source=$${file#*.dir/}; [ -f "$${source%.gcno}" ] || rm "$$file"; done  # of sources that have moved since
+	@status=0; build/gcov/engine_tests || status=$$?; build/gcov/check_views --schedules 1000 || status=$$?; \
+	$(BIN)/gcovr --root . --object-directory build/gcov --filter engine/ --exclude engine/tests/ --txt build/coverage/engine.txt \
+		--html-details build/coverage/engine/index.html --gcov-ignore-errors all --merge-mode-functions separate && \
+	grep '^TOTAL' build/coverage/engine.txt && echo "open build/coverage/engine/index.html" && exit $$status
+
 lint: setup stub-check  ## ruff, mypy, import-linter and clang-format; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -276,17 +305,18 @@ lint: setup stub-check  ## ruff, mypy, import-linter and clang-format; changes n
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
 # mypy cannot look into a native module: its types stand in a stub made from the module itself.
-STUB := src/stormtorch/_engine.pyi
-make_stub = $(BIN)/python -m nanobind.stubgen -q -m stormtorch._engine -o $(1) && \
-	$(BIN)/ruff check --quiet --fix $(1) && $(BIN)/ruff format --quiet $(1)
+STUBS := src/stormtorch/_engine.pyi lab/stormtorch_lab/_engine.pyi
+module_of = $(patsubst %/_engine.pyi,%._engine,$(patsubst src/%,%,$(patsubst lab/%,%,$(1))))
+make_stub = $(BIN)/python -m nanobind.stubgen -q -m $(call module_of,$(1)) -o $(2) && \
+	$(BIN)/ruff check --quiet --fix $(2) && $(BIN)/ruff format --quiet $(2)
 
-stub: setup  ## write the type stub of the native module, after a change of the bindings
-	@$(call make_stub,$(STUB))
+stub: setup  ## write the type stubs of the native modules, after a change of the bindings
+	@$(foreach stub,$(STUBS),$(call make_stub,$(stub),$(stub)) &&) true
 
 stub-check: setup
 	@mkdir -p build/stub
-	@$(call make_stub,build/stub/_engine.pyi)
-	@diff -u $(STUB) build/stub/_engine.pyi || { echo "$(STUB) does not match the bindings: run 'make stub'"; exit 1; }
+	@set -e; $(foreach stub,$(STUBS),$(call make_stub,$(stub),build/stub/_engine.pyi); \
+	diff -u $(stub) build/stub/_engine.pyi || { echo "$(stub) does not match the bindings: run 'make stub'"; exit 1; };)
 
 fuzz:  ## FUZZ_RUNS inputs (1,000,000) into every parser, with clang's libFuzzer
 	@command -v clang++ >/dev/null || { echo "fuzzing needs clang: apt-get install clang"; exit 1; }

@@ -8,6 +8,7 @@ Every worker computes on its own stale replica. Unlike a training on real ranks,
 import torch
 from torch import nn
 
+import stormtorch_lab
 from stormtorch import EXACT, BoundedDrift
 
 WORKERS, BATCH, STEPS = 32, 16, 100

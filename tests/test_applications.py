@@ -164,7 +164,7 @@ def test_the_tables_of_the_page_are_those_of_the_results(module: Any) -> None:
     wanted = {f"{name}/{loss:g}" for name in module.APPLICATIONS for loss in module.LOSSES}
     assert set(runs) == wanted
     assert all(len(each["runs"]) == 3 and each["ranks"] == 4 for each in runs.values())
-    text = (ROOT / "docs" / "applications.md").read_text(encoding="utf-8")
+    text = (ROOT / "examples" / "applications" / "README.md").read_text(encoding="utf-8")
     assert text == module.renewed(text, runs), "run: python examples/applications/run.py --renew"
 
 

@@ -1,6 +1,7 @@
-"""The house: nobody inside imports the package's face, and no two files import each other, directly or by others."""
+"""The house: imports and includes run one way, and pages name files that exist."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,8 +9,17 @@ import pytest
 
 pytestmark = pytest.mark.pure
 
-SOURCE = Path(__file__).parents[1] / "src" / "stormtorch"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "stormtorch"
 FACE = "stormtorch"
+FILE_NAME = re.compile(r"\b[\w.-]+/[\w./-]*\w\.(?:py|pyi|cpp|hpp|md|toml)\b")
+PAGES = {
+    "docs/architecture.md": ("", "docs", "src/stormtorch"),
+    "docs/glossary.md": ("", "docs", "src/stormtorch"),
+    "CONTRIBUTING.md": ("", "src/stormtorch"),
+    "README.md": ("",),
+}
+"""Pages that name files with their folders, and where these names begin. A file to be written is called `my_...`."""
 
 
 def modules(source: Path) -> dict[str, Path]:
@@ -94,3 +104,58 @@ def test_a_planted_violation_is_found(line: str, by_face: bool, in_circle: bool,
     assert users_of_the_face(tmp_path) == (["stormtorch.two"] if by_face else [])
     circle = {"stormtorch.one", "stormtorch.two"} | ({"stormtorch"} if by_face else set())
     assert circles(tmp_path) == ([circle] if in_circle or by_face else [])
+
+
+def engine_floors(page: str) -> list[set[str]]:
+    """The folders of the engine on each floor, from the top, as the map draws them."""
+    (drawn,) = (block for block in re.findall(r"^```\n(.*?)^```$", page, re.S | re.M) if "io | sim " in block)
+    return [set(re.split(r" {2,}", line)[0].split(" | ")) for line in drawn.splitlines()]
+
+
+def upward(floors: list[set[str]], engine: Path) -> list[str]:
+    """Includes that do not lead to a lower floor or stay in their folder."""
+    height = {folder: -number for number, floor in enumerate(floors) for folder in floor}
+    return sorted(
+        f"{path.relative_to(engine)} includes {name}"
+        for folder in height
+        for path in (*(engine / folder).glob("*.cpp"), *(engine / folder).glob("*.hpp"))
+        for name in re.findall(r'^#include "(\w+)/', path.read_text(encoding="utf-8"), re.M)
+        if name != folder and height.get(name, 1) >= height[folder]
+    )
+
+
+def test_includes_of_the_engine_run_downwards_as_the_map_draws_them() -> None:
+    floors = engine_floors((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    assert {"core", "wire", "base"} <= set().union(*floors)
+    # The lab's module beside the core's.
+    assert set(upward(floors, ROOT / "engine")) == {"python/bindings_lab.cpp includes traffic"}
+
+
+def test_an_include_that_leads_upwards_is_found(tmp_path: Path) -> None:
+    for folder, line in (("core", '#include "wire/wire.hpp"'), ("wire", '#include "core/core.hpp"')):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{folder}.hpp").write_text(f"{line}\n")
+    assert upward([{"core"}, {"wire"}], tmp_path) == ["wire/wire.hpp includes core"]
+
+
+def missing_files(page: str, folders: tuple[str, ...]) -> list[str]:
+    """Names of files in a page that are in none of the folders."""
+    names = {name for name in FILE_NAME.findall(page) if "my_" not in name}
+    return sorted(name for name in names if not any((ROOT / folder / name).is_file() for folder in folders))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    assert missing_files((ROOT / page).read_text(encoding="utf-8"), PAGES[page]) == []
+
+
+def test_a_file_that_does_not_exist_is_found() -> None:
+    page = "`engine/core/core.hpp`, `runtime/prepare.py` and engine/core/gone.cpp"
+    assert missing_files(page, ("", "src/stormtorch")) == ["engine/core/gone.cpp"]
+
+
+def test_every_decision_is_listed_once() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(r"\[(\d{4})\]\(([\w-]+\.md)\)", (folder / "README.md").read_text(encoding="utf-8"))
+    assert sorted(name for _, name in listed) == sorted(each.name for each in folder.glob("0*.md"))
+    assert all(name.startswith(number) for number, name in listed)

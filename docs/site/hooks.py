@@ -16,6 +16,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
         "Overview": "index.md",
         "Demo": "demo.md",
         "Concepts": "concepts.md",
+        "Glossary": "glossary.md",
         "Guarantees and limits": "guarantees.md",
         "Choosing a policy": "choosing.md",
         "From DDP": "from-ddp.md",
@@ -26,8 +27,6 @@ NAVIGATION: dict[str, dict[str, str]] = {
         "Frameworks": "frameworks.md",
         "Data": "data.md",
         "torch.distributed": "backend.md",
-        "Talking rarely": "rarely.md",
-        "Uneven, late, private": "federated.md",
         "Your own policy": "policies.md",
         "Applications": "applications.md",
     },
@@ -44,14 +43,15 @@ NAVIGATION: dict[str, dict[str, str]] = {
         "Troubleshooting": "troubleshooting.md",
     },
     "What loss costs": {
-        "Results": "results.md",
+        "Results": "papers/results.md",
         "Theory": "theory.md",
-        "Paper": "paper/README.md",
+        "Paper": "papers/paper.md",
         "Trainings side by side": "training.md",
         "Simulator": "simulate.md",
         "Fault injection": "faults.md",
-        "Low priority": "priority.md",
-        "Beside a web service": "colocate.md",
+        "Policies, measured": "papers/experiments/policies.md",
+        "A web service, measured": "papers/benchmarks/colocate.md",
+        "Applications, measured": "examples/applications/README.md",
         "Benchmarks": "papers/benchmarks/README.md",
         "Experiments": "papers/experiments/README.md",
     },
@@ -63,7 +63,16 @@ NAVIGATION: dict[str, dict[str, str]] = {
     },
     "Reference": {"API": "api.md", "Commands": "commands.md", "Releasing": "releasing.md"},
 }
-OUTSIDE_PAGES = ("papers/benchmarks/README.md", "papers/experiments/README.md", "papers/experiments/LOG.md")
+FIGURES = ("papers/experiments/policies.md", "papers/benchmarks/colocate.md", "examples/applications/README.md")
+"""Pages of figures alone, which searches leave out."""
+OUTSIDE_PAGES = (
+    "papers/results.md",
+    "papers/paper.md",
+    "papers/benchmarks/README.md",
+    "papers/experiments/README.md",
+    "papers/experiments/LOG.md",
+    *FIGURES,
+)
 """Pages outside docs/ that belong to the site."""
 
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
@@ -75,7 +84,7 @@ SHOWN_AS_TEXT = {".py", ".sh", ".sbatch", ".service", ".yaml", ".toml", ".jsonl"
 def on_config(config: Any) -> Any:
     """Builds the navigation of the pages that exist."""
     pages = {each.relative_to(ROOT / "docs").as_posix() for each in (ROOT / "docs").glob("*.md")}
-    pages |= {"decisions/README.md", "paper/README.md", "api.md", "commands.md", *OUTSIDE_PAGES}
+    pages |= {"decisions/README.md", "api.md", "commands.md", *OUTSIDE_PAGES}
     nav: list[Any] = [
         {section: [{title: page} for title, page in listed.items() if page in pages]}
         for section, listed in NAVIGATION.items()
@@ -109,9 +118,9 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Points links at what the site has, and draws drawings in the page, where they follow its colours.
 
-    Decisions and logs answer why, not how: searches leave them out.
+    Decisions, results and figures answer why, not how: searches leave them out.
     """
-    if page.file.src_uri.startswith("decisions/0") or page.file.src_uri == "papers/experiments/LOG.md":
+    if page.file.src_uri.startswith(("decisions/0", "papers/")) or page.file.src_uri in FIGURES:
         page.meta["search"] = {"exclude": True}
 
     def link(found: re.Match[str]) -> str:

@@ -15,14 +15,16 @@ API: dict[str, list[str]] = {
     "What may be missing": ["Reliability", "EXACT", "LOSSY", "REPAIRED"],
     "Coming and going": ["Options", "connect", "join", "leave", "EtcdStore"],
     "Under torch.distributed": ["use_as_default", "LossyGradients", "lossy_hook", "lossy_reduce_scatter"],
-    "Trying it": ["faults", "simulate"],
+    "Trying it": ["faults"],
 }
 """Public names of the package in the order of the page. Others come at its end."""
-MODULES = {
+MODULES = {  # of what `stormtorch` itself does not name
+    "Rows of the ledger": "stormtorch.policies.ledger.Row",
     "Errors": "stormtorch.errors",
     "Collectives": "stormtorch.collectives",
     "Loss models": "stormtorch.network.loss",
     "Theory": "stormtorch.theory",
+    "Simulator (stormtorch-lab)": "stormtorch_lab.simulation",
 }
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stormtorch_lab.policies.presets import PolicySettings, make_policy
 from torch import nn
 
 import stormtorch
+from stormtorch_lab.policies.presets import PolicySettings, make_policy
 
 
 def options(about: str, *, steps: int) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Runs all applications at several loss rates, keeps what they measure, and writes the tables of docs/applications.md.
+"""Runs all applications at several loss rates, keeps what they measure, and writes the tables of README.md.
 
 Each runs on four virtual hosts of the network lab, whose network really loses packets. That needs root, or user
 namespaces; where a lab cannot be made, ranks run on this machine, stormtorch's own datagrams are dropped on purpose,
@@ -24,7 +24,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "papers" / "experiments" / "results" / "applications.json"
-PAGE = FOLDER.parents[1] / "docs" / "applications.md"
+PAGE = FOLDER / "README.md"
 APPLICATIONS = ("diffusion", "anomalies", "quantiles", "uncertainty")
 LOSSES = (0.0, 0.1, 0.4)
 RANKS, RATE = 4, "100mbit"
@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--policy", default="lead", help="policy by name, or a class in a file (lead)")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="seconds that one run may take (1200)")
     parser.add_argument("--json", type=Path, default=RESULTS, help=f"file of results ({RESULTS.name})")
-    parser.add_argument("--renew", action="store_true", help="run nothing; write the tables into docs/applications.md")
+    parser.add_argument("--renew", action="store_true", help="run nothing; write the tables into README.md")
     chosen = parser.parse_args()
     runs = load(chosen.json)
     if chosen.renew:

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from parts import text, windows
+from torch.nn.parallel import DistributedDataParallel as DDP
+
 from stormtorch_lab.tasks.data.tokens import open_stories
 from stormtorch_lab.tasks.models.llama import Llama, LlamaSize
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 parser = argparse.ArgumentParser(description="Fine-tunes a small LLaMA.")
 parser.add_argument("--data", type=Path, help="folder with a checkpoint, its tokenizer and text, or a packed file")

@@ -1,4 +1,4 @@
-"""Writes the tables of figures in papers/benchmarks/README.md from the files beside it: `python papers/benchmarks/figures.py`."""
+"""Writes the tables of figures in README.md from the files beside it: `python papers/benchmarks/figures.py`."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,7 @@ def ugly_paths() -> str:
 
 
 def rarely() -> str:
-    """Rows of docs/rarely.md: who trained how fast over a thin, long path, and when it came to the loss."""
+    """Rows of docs/applications.md: who trained how fast over a thin, long path, and when it came to the loss."""
     labels = {
         "storm-drift": "`BoundedDrift`",
         "diloco": "`DiLoCo`, every 30",

@@ -33,8 +33,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stormtorch_lab.tasks.models.llama import Llama, LlamaSize
 from torch import nn
+
+from stormtorch_lab.tasks.models.llama import Llama, LlamaSize
 
 OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 PATIENCE_S = 600.0
@@ -201,7 +202,7 @@ def train(arguments: argparse.Namespace) -> None:
     model = Llama(LlamaSize(layers=4, width=128, heads=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step, end = PEERS[arguments.peer](model, optimizer, arguments.every)
-    documents = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    documents = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
     text = torch.frombuffer(bytearray(b"".join(each.read_bytes() for each in documents)), dtype=torch.uint8).long()
     random = torch.Generator().manual_seed(int(os.environ["RANK"]))
     marks, loss = [], torch.zeros(())

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+import stormtorch
+from stormtorch import BoundedDrift, prepare
 from stormtorch_lab.jobs.ranks import Member, run_ranks
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.tasks.data.corpus import open_corpus
 from stormtorch_lab.tasks.language import Text
-
-import stormtorch
-from stormtorch import BoundedDrift, prepare
 
 # Steps at the beginning that are not timed: all ranks are waited for until there is a deadline.
 WARM_UP = 12

@@ -18,12 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stormtorch.network.units import parse_rate
 from stormtorch_lab.bench.allreduce import AllReduceSettings, run_allreduce
 from stormtorch_lab.bench.results import ideal_s
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.netns import Conditions, Lab, read_per_link
-
-from stormtorch.network.units import parse_rate
 
 BACKENDS = ("gloo-cubic", "gloo-bbr", "storm", "storm-lossy")
 LEAST_LOSS, MOST_LOSS = 0.005, 0.3

@@ -19,11 +19,6 @@ from typing import Any
 import torch
 from grid import RESULTS
 from over_seeds import standard_error
-from stormtorch_lab import simulate
-from stormtorch_lab.jobs.gloo import gloo_group
-from stormtorch_lab.jobs.ranks import Member, run_ranks
-from stormtorch_lab.jobs.surroundings import surroundings
-from stormtorch_lab.simulation.checkpoints import replacing
 from torch import nn
 
 from stormtorch import BoundedDrift, ModelAveraging, Reliability, prepare, theory
@@ -34,6 +29,11 @@ from stormtorch.joining.rendezvous import connect
 from stormtorch.network.faults import faults
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
+from stormtorch_lab import simulate
+from stormtorch_lab.jobs.gloo import gloo_group
+from stormtorch_lab.jobs.ranks import Member, run_ranks
+from stormtorch_lab.jobs.surroundings import surroundings
+from stormtorch_lab.simulation.checkpoints import replacing
 
 WORKERS = 8
 LOSSES = (0.1, 0.4)

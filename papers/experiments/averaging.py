@@ -13,6 +13,7 @@ from typing import Any
 
 from grid import GPU, Run, main
 from over_seeds import explain, mean_text, seeds
+
 from stormtorch_lab.studies.settings import SimSettings
 
 LOSSES = (0.0, 0.01, 0.05, 0.1)

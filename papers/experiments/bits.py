@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from grid import GPU, RESULTS
+
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.simulation.checkpoints import replacing
 from stormtorch_lab.studies.on_workers import simulate_one, task_of

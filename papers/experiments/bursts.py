@@ -9,9 +9,9 @@ from typing import Any
 from grid import Run, main
 from over_seeds import above, explain, mean_text, seeds
 from perplexity import scratch
-from stormtorch_lab.cli.plots.train import COLOURS
 
 from stormtorch.telemetry.statistics import mean
+from stormtorch_lab.cli.plots.train import COLOURS
 
 BURSTS = (1.0, 8.0, 64.0)
 LOSS = 0.2

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from stormtorch_lab import ADEL, SALF, simulate
 from torch import nn
 
 from digits import Pictures, main, objective, perceptron, results
@@ -27,6 +26,7 @@ from stormtorch.network.loss import Bernoulli, LossModel, SlowBackward, Straggle
 from stormtorch.policies.policy import Deadline
 from stormtorch.telemetry.statistics import mean
 from stormtorch.theory import layer_chances
+from stormtorch_lab import ADEL, SALF, simulate
 
 SEEDS, USERS, PARTS, STEPS = 5, 30, 3, 300
 MEANS_S = (0.5, 1.0, 2.0)

@@ -19,10 +19,10 @@ import torch
 from grid import keep, load
 from pool import pool
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it has no types
-from stormtorch_lab.jobs.surroundings import surroundings
 from torch import nn
 
 from stormtorch.cli.terminal.screen import progress_bar
+from stormtorch_lab.jobs.surroundings import surroundings
 
 HELD_OUT = 500
 

@@ -14,10 +14,10 @@ from typing import Any
 from grid import Run, main
 from over_seeds import explain, mean_text, seeds
 from small import small
-from stormtorch_lab.cli.plots.train import COLOURS
 
 from stormtorch import theory
 from stormtorch.telemetry.statistics import mean
+from stormtorch_lab.cli.plots.train import COLOURS
 
 LOSSES = (0.1, 0.4)
 POLICIES = ("plain", "lead", "model-averaging", "gradient-averaging")

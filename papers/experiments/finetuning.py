@@ -14,9 +14,9 @@ from typing import Any
 from grid import GPU, Run, main
 from over_seeds import above, explain, mean_and_bar, mean_text, seeds
 from perplexity import LABELS, LOSSES, REPAIRED_TO, SEEDS, TELLING, panel
-from stormtorch_lab.studies.settings import SimSettings
 
 from stormtorch.telemetry.statistics import mean
+from stormtorch_lab.studies.settings import SimSettings
 
 
 def tuned(chosen: argparse.Namespace, **other: Any) -> SimSettings:

@@ -25,6 +25,11 @@ from unittest.mock import patch
 
 import torch
 from pool import pool
+
+from stormtorch.cli.terminal.screen import progress_bar
+from stormtorch.policies import OwnerPolicy, rules
+from stormtorch.policies.policy import Numbers
+from stormtorch.telemetry.report import without_nan
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.simulation.checkpoints import replacing
 from stormtorch_lab.simulation.exchanges import Exchanges
@@ -32,11 +37,6 @@ from stormtorch_lab.simulation.setting import Reuse, Setting
 from stormtorch_lab.studies.on_workers import simulate_one, task_of
 from stormtorch_lab.studies.settings import SimSettings
 from stormtorch_lab.tasks.task import Task
-
-from stormtorch.cli.terminal.screen import progress_bar
-from stormtorch.policies import OwnerPolicy, rules
-from stormtorch.policies.policy import Numbers
-from stormtorch.telemetry.report import without_nan
 
 RESULTS = Path(__file__).parent / "results"
 # What may differ from an earlier run: where and how fast it is computed. Data are described by the task.

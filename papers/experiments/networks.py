@@ -14,15 +14,15 @@ import torch
 from grid import Run, main
 from over_seeds import above, mean_text, seeds
 from small import small
+from torch import nn
+
+from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers
+from stormtorch.telemetry.statistics import mean
 from stormtorch_lab.cli.plots.train import COLOURS
 from stormtorch_lab.studies.settings import SimSettings
 from stormtorch_lab.tasks.data.batches import Batch
 from stormtorch_lab.tasks.kinds import open_task
 from stormtorch_lab.tasks.task import Task
-from torch import nn
-
-from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Shared, Stragglers
-from stormtorch.telemetry.statistics import mean
 
 SEEDS = 3
 # One of eight workers has other data, and its gradients are lost like this.

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from grid import RESULTS
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGES = (DOCS / "results.md", DOCS / "paper" / "README.md")
+PAPERS = Path(__file__).parents[1]
+PAGES = (PAPERS / "results.md", PAPERS / "paper.md")
 _TABLE = re.compile(r"<!-- table of (\w+)(?:, (\d))? -->\n((?:\|.*\n){2})((?:\|.*\n)*)")
 
 

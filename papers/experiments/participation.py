@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from stormtorch_lab import AREA, MIFA, SALF, simulate
 from torch import nn
 
 from digits import Pictures, main, objective, perceptron, results
@@ -26,6 +25,7 @@ from stormtorch.network.loss import Bernoulli, LossModel, Stragglers
 from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers
 from stormtorch.telemetry.statistics import mean
+from stormtorch_lab import AREA, MIFA, SALF, simulate
 
 SEEDS = 5
 LOSSES = (0.0, 0.1)

@@ -12,6 +12,7 @@ from typing import Any
 
 from grid import GPU, Run, main
 from over_seeds import above, explain, mean_and_bar, mean_text, seeds
+
 from stormtorch_lab.studies.settings import SimSettings
 
 LOSSES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4)

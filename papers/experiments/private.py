@@ -15,13 +15,13 @@ import math
 from typing import Any
 
 import torch
-from stormtorch_lab import LightDp, simulate
-from stormtorch_lab.privacy import noise_for
 from torch import nn
 
 from digits import Pictures, main, results
 from stormtorch.network.loss import Bernoulli
 from stormtorch.telemetry.statistics import mean
+from stormtorch_lab import LightDp, simulate
+from stormtorch_lab.privacy import noise_for
 
 SEEDS = 5
 LOSSES = (0.0, 0.1)

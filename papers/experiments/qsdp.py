@@ -15,9 +15,9 @@ from typing import Any, Literal
 from grid import Run, main
 from over_seeds import above, explain, mean_text, seeds
 from small import small
-from stormtorch_lab import QSDP
 
 from stormtorch.telemetry.statistics import mean
+from stormtorch_lab import QSDP
 
 SEEDS = 3
 KINDS = {"float32": "Plain", "8 bits": "Eight", "4 bits": "Four"}

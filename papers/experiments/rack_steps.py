@@ -16,6 +16,7 @@ from stormtorch.exchange.simulated import core_settings
 from stormtorch.network.faults import faults
 from stormtorch.network.loss import Bernoulli, LossModel, PerLink
 from stormtorch.reliability import EXACT, LOSSY, Reliability
+from stormtorch_lab._engine import SharedNetwork
 
 DELAY_S = 25e-6  # from host to host of a rack; twice that between racks
 DATAGRAM_BYTES, PAYLOAD_BYTES, WIRE_BYTES = 1472, 1440, 1472 + 42  # on the wire with Ethernet, IPv4 and UDP
@@ -160,7 +161,7 @@ class Bursts:
                 self._sim.set_dark(host, self._dark[host])
 
 
-def make_sim(case: Case) -> _engine.Sim:
+def make_sim(case: Case) -> tuple[_engine.Sim, SharedNetwork]:
     """The network of a case, with a core for every host."""
     network, rack = NETWORKS[case.network], case.hosts_per_rack
     loss: float | LossModel = 0.0
@@ -168,13 +169,8 @@ def make_sim(case: Case) -> _engine.Sim:
         loss = PerLink.bad_rack(range(rack), case.hosts, Bernoulli(p=network.rack_loss), Bernoulli(p=0.0))
     trunk_bytes_per_s = rack * network.bytes_per_s / network.oversubscribed
     options = Options(rate=network.sending, datagram_bytes=DATAGRAM_BYTES)
-    sim = _engine.Sim(
+    shared = SharedNetwork(
         case.hosts,
-        core_settings(case.hosts, options, unlimited=False, seed=case.seed),
-        dict(faults(loss=loss, seed=case.seed).settings),
-        DELAY_S,
-        0.0,
-        0,
         {
             "bytes_per_s": network.bytes_per_s,
             "queue_bytes": network.port_queue_bytes,
@@ -187,10 +183,20 @@ def make_sim(case: Case) -> _engine.Sim:
             "trunk_bytes_per_s": trunk_bytes_per_s,
             "trunk_queue_bytes": network.trunk_queue_bytes,
         },
+        DELAY_S,
+    )
+    sim = _engine.Sim(
+        case.hosts,
+        core_settings(case.hosts, options, unlimited=False, seed=case.seed),
+        dict(faults(loss=loss, seed=case.seed).settings),
+        DELAY_S,
+        0.0,
+        0,
+        shared,
     )
     if network.slow_rack != 1.0:
-        sim.set_trunk(0, trunk_bytes_per_s / network.slow_rack)
-    return sim
+        shared.set_trunk(0, trunk_bytes_per_s / network.slow_rack)
+    return sim, shared
 
 
 class Steps:
@@ -198,7 +204,7 @@ class Steps:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.sim = make_sim(case)
+        self.sim, self.network = make_sim(case)
         self.bursts = Bursts(self.sim, case)
         self.poll_s = ideal_s(case) / POLLS
         elements = MODEL_BYTES // 4
@@ -279,11 +285,11 @@ class Steps:
     def _counts(self) -> dict[str, int]:
         """Counters since the network was made."""
         hosts = range(self.case.hosts)
-        lines = [self.sim.line_counts(host)["up"] for host in hosts]
+        lines = [self.network.line_counts(host)["up"] for host in hosts]
         health = [self.sim.health(host) for host in hosts]
         return {
             "bytes": sum(line["bytes"] for line in lines),
             "packets": sum(line["packets"] for line in lines),
             "drops": self.sim.queue_drops,
-            "trunk_drops": self.sim.trunk_drops(),
+            "trunk_drops": self.network.trunk_drops(),
         } | {name: sum(each[name] for each in health) for name in ("reports", "probes", "asks", "repaired", "late")}

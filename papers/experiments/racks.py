@@ -23,9 +23,9 @@ from grid import RESULTS, keep, load
 from over_seeds import mean_and_bar, mean_text
 from pool import pool
 from rack_steps import NETWORKS, SEEDS, Case, Network, Steps, ideal_s
-from stormtorch_lab.jobs.surroundings import surroundings
 
 from stormtorch.cli.terminal.screen import progress_bar
+from stormtorch_lab.jobs.surroundings import surroundings
 
 
 def cases() -> list[Case]:

@@ -14,9 +14,9 @@ from typing import Any
 
 from grid import Run, main
 from over_seeds import above, explain, mean_text, seeds
-from stormtorch_lab.studies.settings import SimSettings
 
 from stormtorch.telemetry.statistics import mean
+from stormtorch_lab.studies.settings import SimSettings
 
 SEEDS = 6
 # Sparse exchanges that are this rare differ much from seed to seed.

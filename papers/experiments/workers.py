@@ -14,6 +14,7 @@ from typing import Any
 
 from grid import GPU, Run, main
 from over_seeds import above, explain, mean_and_bar, mean_text, seeds
+
 from stormtorch_lab.cli.plots.train import COLOURS
 from stormtorch_lab.studies.settings import SimSettings
 

@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab import simulate
-from stormtorch_lab.studies.settings import SimSettings
 
 from stormtorch import EXACT, BoundedDrift, Reliability
 from stormtorch.network.loss import Bernoulli
+from stormtorch_lab import simulate
+from stormtorch_lab.studies.settings import SimSettings
 
 pytestmark = pytest.mark.pure
 
 
 @pytest.fixture
 def grid(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "papers" / "experiments"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "papers" / "experiments"))
     import grid
 
     yield grid
@@ -169,7 +169,7 @@ def test_a_run_that_diverged_is_without_end_and_not_left_out(grid: Any) -> None:
 
 def test_the_page_about_rare_exchanges_shows_the_results_that_are_kept(grid: Any) -> None:
     rarely = importlib.import_module("rarely")
-    page = (Path(__file__).parents[1] / "docs" / "rarely.md").read_text()
+    page = (Path(__file__).parents[1] / "experiments" / "policies.md").read_text()
     rows = rarely.table(grid.load("rarely"))
     assert len(rows) >= 9
     for row in rows:
@@ -229,7 +229,7 @@ def test_processes_of_an_experiment_end_with_its_command(tmp_path: Path) -> None
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     command = subprocess.Popen(
         [sys.executable, str(tmp_path / "sleeper.py")],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "papers" / "experiments")},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "papers" / "experiments")},
         stdout=subprocess.PIPE,
     )
     with command:
@@ -275,7 +275,7 @@ def test_racks_have_the_hardships_that_their_networks_name(grid: Any) -> None:
 def test_the_page_about_uneven_ranks_shows_the_results_that_are_kept(grid: Any, name: str) -> None:
     pytest.importorskip("sklearn")
     experiment = importlib.import_module(name)
-    page = (Path(__file__).parents[1] / "docs" / "federated.md").read_text()
+    page = (Path(__file__).parents[1] / "experiments" / "policies.md").read_text()
     rows = experiment.table(grid.load(name))
     assert len(rows) >= 7
     for row in rows:
@@ -284,7 +284,7 @@ def test_the_page_about_uneven_ranks_shows_the_results_that_are_kept(grid: Any, 
 
 def test_what_the_page_says_of_planned_deadlines_is_what_was_kept(grid: Any) -> None:
     pytest.importorskip("sklearn")
-    page = (Path(__file__).parents[1] / "docs" / "federated.md").read_text()
+    page = (Path(__file__).parents[1] / "experiments" / "policies.md").read_text()
     ratios = [
         row.split("|")[-2].strip()
         for row in importlib.import_module("deadlines").table(grid.load("deadlines"))

@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # A figure with its error, or one with a sign: differences, which is what the sentences are about.
 _FIGURE = re.compile(r"(?<![\w.,])([+-]?\d+(?:\.\d+)?) ± (\d+(?:\.\d+)?)|(?<![\w.,±-])([+-]\d+(?:\.\d+)?)(?![\w.])")
 # What others published, and what we wanted, by section; no result of ours.

@@ -10,11 +10,6 @@ from stormtorch.network.faults import faults
 from stormtorch.reliability import EXACT, LOSSY, REPAIRED, Reliability
 
 if TYPE_CHECKING:
-    from stormtorch_lab.policies import ADEL, AREA, MIFA, PARTEL, QSDP, SALF
-    from stormtorch_lab.policies.light_dp import LightDp
-    from stormtorch_lab.policies.private_drift import PrivateDrift
-    from stormtorch_lab.simulation import simulate
-
     from stormtorch.backend import use_as_default
     from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
     from stormtorch.backend.quantised import quantise
@@ -44,8 +39,6 @@ __version__ = version("stormtorch")
 
 # torch takes seconds to import, so what needs it is imported when it is first asked for.
 _PLACES = {
-    "ADEL": "policies",
-    "AREA": "policies",
     "BoundedDrift": "policies",
     "DiLoCo": "policies",
     "ElasticSampler": "data.elastic_sampler",
@@ -53,17 +46,11 @@ _PLACES = {
     "Gossip": "policies",
     "GradientAveraging": "policies",
     "Ledger": "policies.ledger",
-    "LightDp": "policies.light_dp",
     "LossyGradients": "backend.lossy",
-    "MIFA": "policies",
     "ModelAveraging": "policies",
     "OwnerPolicy": "policies",
-    "PARTEL": "policies",
     "Policy": "policies",
-    "PrivateDrift": "policies.private_drift",
-    "QSDP": "policies",
     "RankPolicy": "policies",
-    "SALF": "policies",
     "SparseDiLoCo": "policies",
     "StreamingDiLoCo": "policies",
     "clip_grad_norm_": "runtime.memory.norms",
@@ -77,20 +64,15 @@ _PLACES = {
     "prepare": "runtime.prepare",
     "prune": "runtime.rank.pruning",
     "quantise": "backend.quantised",
-    "simulate": "simulation",
     "use_as_default": "backend",
 }
 
+_LAB = {"ADEL", "AREA", "MIFA", "PARTEL", "QSDP", "SALF", "LightDp", "PrivateDrift", "simulate"}
+
 __all__ = [
-    "ADEL",
-    "AREA",
     "EXACT",
     "LOSSY",
-    "MIFA",
-    "PARTEL",
-    "QSDP",
     "REPAIRED",
-    "SALF",
     "BoundedDrift",
     "DiLoCo",
     "ElasticSampler",
@@ -98,13 +80,11 @@ __all__ = [
     "Gossip",
     "GradientAveraging",
     "Ledger",
-    "LightDp",
     "LossyGradients",
     "ModelAveraging",
     "Options",
     "OwnerPolicy",
     "Policy",
-    "PrivateDrift",
     "RankPolicy",
     "Reliability",
     "SparseDiLoCo",
@@ -123,7 +103,6 @@ __all__ = [
     "prepare",
     "prune",
     "quantise",
-    "simulate",
     "use_as_default",
 ]
 
@@ -135,8 +114,10 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(import_module(f"stormtorch.{_PLACES[name]}"), name)
+    if name in _LAB:
+        raise AttributeError(f"{name} is in the distribution stormtorch-lab: from stormtorch_lab import {name}")
     if name[:1].isupper():  # a policy that was added to the folder of policies, and is mentioned nowhere else
-        from stormtorch_lab.policies.presets import named
+        from stormtorch.policies.registry import named
 
         for policy in named().values():
             if policy.__name__ == name:

@@ -59,3 +59,10 @@ def check_subset(name: str, values: Sequence[str], known: Sequence[str]) -> None
 
 def _text(value: float) -> str:
     return f"{value:d}" if isinstance(value, int) else f"{value:g}"
+
+
+class CommandFailed(RuntimeError):
+    """What ends a command with one message and exit code 1."""
+
+    details = ""
+    """What is shown before the message, as a traceback of a rank."""

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stormtorch_lab.jobs.failed import RankFailed
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stormtorch
+from stormtorch_lab.jobs.failed import RankFailed
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 # The newer names, where torch has them.
 gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stormtorch
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 pytestmark = pytest.mark.alone
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 import stormtorch
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 
 def start(member: Member, backend: str = "storm", seconds: float = 20.0, **settings: Any) -> None:

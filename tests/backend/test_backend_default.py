@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import stormtorch
 from backend_job import free_ports
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 ASK = "import torch.distributed as d; print(*(d.get_default_backend_for_device(each) for each in ('cpu', 'cuda')))"
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 Call = Callable[[], Any]

@@ -3,7 +3,6 @@
 
 import torch
 import torch.distributed as dist
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -11,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.exchange.exchange import Exchange, Plan
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 
 def network() -> nn.Sequential:

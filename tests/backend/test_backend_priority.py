@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 import stormtorch
 from stormtorch.backend.creation import PRIORITY_VARIABLE, _checked
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 
 def groups_of_both_priorities(member: Member) -> list[Any]:

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
+
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 pytestmark = pytest.mark.pure
 

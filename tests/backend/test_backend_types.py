@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 from reference import divided
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 pytestmark = pytest.mark.pure
 

@@ -6,6 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from commands import ENVIRONMENT, STORMTORCH, call, ranks_left
+from stormtorch import Options, __version__
 from stormtorch_lab.bench import replicas
 from stormtorch_lab.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
 from stormtorch_lab.bench.colocate import TRAININGS
@@ -17,9 +20,6 @@ from stormtorch_lab.policies.presets import PRESETS, WIRES, names
 from stormtorch_lab.studies.chaos.faults import KINDS
 from stormtorch_lab.studies.settings import PRECISIONS, LmSettings, SimSettings
 from stormtorch_lab.tasks.kinds import TASKS
-
-from commands import ENVIRONMENT, STORMTORCH, call, ranks_left
-from stormtorch import Options, __version__
 
 
 def test_version_and_help_answer() -> None:

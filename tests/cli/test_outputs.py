@@ -41,21 +41,21 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("the work began before the files were checked")
 
     for place in (
-        "bench.allreduce.run_allreduce",
-        "bench.ddp.run_ddp",
-        "bench.learning.run_convergence",
-        "bench.sweep.run_sweep",
-        "bench.latency.run_latency",
-        "bench.manners.run_manners",
-        "bench.neighbours.run_colocate",
-        "studies.colocation.sweep.run_sweep",
-        "studies.on_ranks.run_training",
-        "studies.on_workers.run_simulations",
-        "theory.predict",
-        "lab.lab.Lab",
-        "studies.chaos.run.run_chaos",
+        "stormtorch_lab.bench.allreduce.run_allreduce",
+        "stormtorch_lab.bench.ddp.run_ddp",
+        "stormtorch_lab.bench.learning.run_convergence",
+        "stormtorch_lab.bench.sweep.run_sweep",
+        "stormtorch_lab.bench.latency.run_latency",
+        "stormtorch_lab.bench.manners.run_manners",
+        "stormtorch_lab.bench.neighbours.run_colocate",
+        "stormtorch_lab.studies.colocation.sweep.run_sweep",
+        "stormtorch_lab.studies.on_ranks.run_training",
+        "stormtorch_lab.studies.on_workers.run_simulations",
+        "stormtorch.theory.predict",
+        "stormtorch_lab.netns.lab.Lab",
+        "stormtorch_lab.studies.chaos.run.run_chaos",
     ):
-        monkeypatch.setattr(f"stormtorch.{place}", begin)
+        monkeypatch.setattr(place, begin)
 
 
 def outputs() -> list[tuple[tuple[str, ...], str]]:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 from commands import call
 from stormtorch import StormError
 from stormtorch.telemetry.postmortem import find, read_flights
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 
 def operation(number: int, name: str = "all_reduce", size: int = 1000, **more: Any) -> dict[str, Any]:

@@ -5,12 +5,12 @@ import time
 
 import pytest
 from rich.console import Console
-from stormtorch_lab.cli.lab import _silence_broken
-from stormtorch_lab.cli.terminal import choices
-from stormtorch_lab.netns.running import Line
 
 from stormtorch.cli.terminal import screen
 from stormtorch.cli.terminal.completion import offer, offer_list
+from stormtorch_lab.cli.lab import _silence_broken
+from stormtorch_lab.cli.terminal import choices
+from stormtorch_lab.netns.running import Line
 
 
 def test_work_that_is_piped_says_where_it_is_again_and_again(

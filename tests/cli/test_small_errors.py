@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import typer
-from stormtorch_lab.netns.conditions import Conditions
-from stormtorch_lab.netns.per_link import read_per_link
 
 from commands import call
 from stormtorch.cli.console import save
 from stormtorch.network.link_file import read_links
+from stormtorch_lab.netns.conditions import Conditions
+from stormtorch_lab.netns.per_link import read_per_link
 
 pytestmark = pytest.mark.pure
 

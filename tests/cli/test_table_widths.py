@@ -11,21 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import stormtorch_lab.cli.app
 from shown_tables import LEAVE_OUT, SHOWN, Show
 from stormtorch.cli.terminal import screen
 from stormtorch.cli.terminal.screen import hang, new_table, progress_bar
 
 pytestmark = pytest.mark.pure
 
-CLI = Path(screen.__file__).parent
+CLI = (Path(screen.__file__).parents[1], Path(stormtorch_lab.cli.app.__file__).parent)
 SHOWS = sorted(set(SHOWN.values()), key=lambda each: each.__name__)
 
 
 def makers() -> set[str]:
     """Functions that make a table, be it one of rich's own."""
     found = set()
-    for path in CLI.rglob("*.py"):
-        place = ".".join(path.relative_to(CLI).with_suffix("").parts)
+    for folder, path in ((each, path) for each in CLI for path in each.rglob("*.py")):
+        place = ".".join(path.relative_to(folder).with_suffix("").parts)
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef):
                 called = {ast.unparse(each.func) for each in ast.walk(function) if isinstance(each, ast.Call)}

@@ -4,10 +4,10 @@ The short versions of `make soak`.
 """
 
 import pytest
-from stormtorch_lab.netns.fixtures import lab_or_skip
 
 import soak
 import soak_kills
+from stormtorch_lab.netns.fixtures import lab_or_skip
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
-"""Checks the newest wheel in a folder: what is in it, its tag, and that it works where there is no compiler.
+"""Checks the newest wheels in a folder: what is in them, their tags, and that they work where there is no compiler.
 
     python check_wheel.py dist
 
-torch and the other dependencies come from the Python that runs this; stormtorch itself from the wheel alone.
+torch and the other dependencies come from the Python that runs this; stormtorch from its wheel alone, and then with
+the lab's.
 """
 
 import os
@@ -15,21 +16,22 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "src" / "stormtorch"
+ROOT = Path(__file__).parents[2]
+SOURCES = {"stormtorch": ROOT / "src" / "stormtorch", "stormtorch_lab": ROOT / "lab" / "stormtorch_lab"}
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "cmake", "ninja", "make")
 
 
-def check_content(wheel: Path) -> None:
+def check_content(wheel: Path, package: str) -> None:
     """Raises AssertionError if a file is missing or does not belong there."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    modules = [name for name in names if re.fullmatch(r"stormtorch/_engine\.[\w.-]+\.so", name)]
+    modules = [name for name in names if re.fullmatch(rf"{package}/_engine\.[\w.-]+\.so", name)]
     assert len(modules) == 1, f"{wheel.name} must have one native module, got {modules}"
-    relays = [name for name in names if re.fullmatch(r"stormtorch-[\w.]+\.data/scripts/stormtorch-relay", name)]
-    assert relays, f"{wheel.name} lacks the relay of the network lab"
+    relays = [name for name in names if re.fullmatch(rf"{package}-[\w.]+\.data/scripts/stormtorch-relay", name)]
+    assert len(relays) == (package == "stormtorch_lab"), f"the relay belongs to the lab's wheel alone: {wheel.name}"
     expected = {
-        f"stormtorch/{path.relative_to(SOURCE).as_posix()}"
-        for path in SOURCE.rglob("*")
+        f"{package}/{path.relative_to(SOURCES[package]).as_posix()}"
+        for path in SOURCES[package].rglob("*")
         if path.is_file() and path.suffix not in (".so", ".pyc")
     }
     missing = sorted(expected - names)
@@ -49,16 +51,17 @@ def check_tag(wheel: Path) -> None:
         assert python == abi == "cp311", f"{wheel.name} must be for Python 3.11"
 
 
-def try_without_compiler(wheel: Path) -> None:
-    """Installs the wheel into a fresh environment, and trains there with nothing but Python on the path."""
+def try_without_compiler(wheels: list[Path]) -> None:
+    """Installs wheels into a fresh environment, one after the other, and tries each with nothing but Python."""
     with tempfile.TemporaryDirectory() as folder:
         place, tools = Path(folder) / "venv", Path(folder) / "bin"
         subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
         python = place / "bin" / "python"
-        subprocess.run([python, "-m", "pip", "install", "-qq", "--no-index", "--no-deps", str(wheel)], check=True)
-        # Behind the environment's own packages: torch is found there, and stormtorch in the environment itself.
+        # The dependencies, and no other stormtorch.
         (site,) = (place / "lib").glob("python3*/site-packages")
-        (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        for path in Path(sysconfig.get_path("purelib")).iterdir():
+            if "stormtorch" not in path.name and not (site / path.name).exists():
+                (site / path.name).symlink_to(path)
         tools.mkdir()
         for name in ("env", "ldconfig", "uname"):
             found = shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")
@@ -67,28 +70,24 @@ def try_without_compiler(wheel: Path) -> None:
         environment = {"PATH": f"{place / 'bin'}:{tools}", "HOME": folder, "LANG": "C.UTF-8"}
         found_tools = [name for name in COMPILERS if shutil.which(name, path=environment["PATH"])]
         assert not found_tools, f"{', '.join(found_tools)} can be found, so this shows nothing"
-        where = subprocess.run(
-            [python, "-c", "import stormtorch; print(stormtorch.__file__)"],
-            env=environment,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert where.stdout.startswith(str(place)), f"stormtorch was found at {where.stdout.strip()}"
         trial = Path(__file__).with_name("try_wheel.py")
-        subprocess.run([python, str(trial)], env=environment, cwd=folder, check=True)
+        for wheel in wheels:
+            subprocess.run([python, "-m", "pip", "install", "-qq", "--no-index", "--no-deps", str(wheel)], check=True)
+            subprocess.run([python, str(trial)], env=environment, cwd=folder, check=True)
 
 
 def main() -> None:
-    wheels = sorted(Path(sys.argv[1]).glob("stormtorch-*.whl"), key=os.path.getmtime)
-    if not wheels:
-        raise SystemExit(f"{sys.argv[1]} has no wheel of stormtorch")
-    wheel = wheels[-1].resolve()
-    check_content(wheel)
-    check_tag(wheel)
-    try_without_compiler(wheel)
-    print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+    wheels = []
+    for package in SOURCES:
+        found = sorted(Path(sys.argv[1]).glob(f"{package}-*.whl"), key=os.path.getmtime)
+        if not found:
+            raise SystemExit(f"{sys.argv[1]} has no wheel of {package}")
+        wheels.append(found[-1].resolve())
+        check_content(wheels[-1], package)
+        check_tag(wheels[-1])
+    try_without_compiler(wheels)
+    for wheel in wheels:
+        print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

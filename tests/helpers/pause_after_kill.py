@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stormtorch_lab.netns import Lab
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
 import warm_scripts
 from stormtorch import BoundedDrift, Options, connect, prepare
 from stormtorch.collectives import Group
+from stormtorch_lab.netns import Lab
 
 LEFT = 3
 """Fewer could not tell whether they are the majority."""

@@ -10,6 +10,17 @@ from pathlib import Path
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from rich.console import Console, RenderableType
+
+from records import job_of, told
+from stormtorch.cli.tables import doctor, ledger, postmortem
+from stormtorch.cli.tables.watch import screen
+from stormtorch.doctor.advice import advise, predict_cost
+from stormtorch.doctor.measured import Examination, Link, Rank
+from stormtorch.doctor.verdict import examine
+from stormtorch.telemetry.accounts import Account
+from stormtorch.telemetry.postmortem import find, read_flights
+from stormtorch.theory import predict
+from stormtorch.watch.snapshot import snapshot
 from stormtorch_lab.bench.colocate_results import ColocateReport
 from stormtorch_lab.bench.convergence import ConvergenceReport, ConvergenceSettings, Curve, Point
 from stormtorch_lab.bench.ddp import DdpReport, StepResult
@@ -30,17 +41,6 @@ from stormtorch_lab.studies.chaos.settings import ChaosSettings
 from stormtorch_lab.studies.chaos.timeline import Recovery, Struck
 from stormtorch_lab.studies.results import SimReport, SimResult, TrainReport, TrainResult
 from stormtorch_lab.studies.settings import LmSettings, SimSettings
-
-from records import job_of, told
-from stormtorch.cli.tables import doctor, ledger, postmortem
-from stormtorch.cli.tables.watch import screen
-from stormtorch.doctor.advice import advise, predict_cost
-from stormtorch.doctor.measured import Examination, Link, Rank
-from stormtorch.doctor.verdict import examine
-from stormtorch.telemetry.accounts import Account
-from stormtorch.telemetry.postmortem import find, read_flights
-from stormtorch.theory import predict
-from stormtorch.watch.snapshot import snapshot
 
 KEPT = Path(__file__).parents[2] / "papers" / "benchmarks"
 Show = Callable[[Console], None]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.simulation import Simulated, run, simulate
-from stormtorch_lab.simulation.replicated import Replicated
 from torch import nn
 
+from stormtorch_lab.simulation import Simulated, run, simulate
+from stormtorch_lab.simulation.replicated import Replicated
 from training import Loss, MakeOptimizer, regression, values, vectors
 
 Data = Callable[[int, int], torch.Tensor]

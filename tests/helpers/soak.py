@@ -18,12 +18,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from stormtorch_lab.jobs.ranks import Member, run_ranks
-from stormtorch_lab.netns import Lab
 
 import soak_program as program
 from soak_rank import ABSENT, INCOMPLETE, Runner
 from stormtorch import Options
+from stormtorch_lab.jobs.ranks import Member, run_ranks
+from stormtorch_lab.netns import Lab
 
 RANKS, RANKS_PER_HOST = 4, 2
 TIMEOUT_S = 1800.0

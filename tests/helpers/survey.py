@@ -4,9 +4,9 @@
     python tests/helpers/survey.py --only lamb "closure"
     python tests/helpers/survey.py --libraries --write docs/optimizers.md         # the page, of what is known
 
-Optimizers of timm and pytorch_optimizer take part where these are installed; otherwise what papers/benchmarks/survey.json has
-of them stays. Each subject has a process of its own, as
-some of them start threads, and some hang. Every result is written at once.
+Optimizers of timm and pytorch_optimizer take part where these are installed; otherwise what
+papers/benchmarks/survey.json has of them stays. Each subject has a process of its own, as some of them start threads,
+and some hang. Every result is written at once.
 """
 
 from __future__ import annotations

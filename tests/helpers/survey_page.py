@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections import defaultdict
 from typing import Any
 
@@ -16,23 +15,32 @@ PACKAGES = {
     "pytorch_optimizer": ("pytorch-optimizer", "pytorch_optimizer"),
 }
 
+# Of libraries with so many optimizers, those that work are counted.
+_LONG = ("timm", "pytorch_optimizer")
+
 _BEGIN = """# Optimizers and training loops, tried one by one
 Written by `make survey`. It runs each optimizer, and each idiom of a training loop, on ranks under
-`BoundedDrift(reliability=EXACT)`, and beside them one process that averages the same gradients. Five cases: two
-ranks and three, undisturbed; one of three is killed; a third joins two; one of three goes, and returns as a new
-process. Each has eight steps or more, on a CPU, and data of its own on each rank.
-[prepare](prepare.md#what-works) says the same in general.
+`BoundedDrift(reliability=EXACT)`, and compares them with one process that averages the same gradients. Five cases: two
+ranks; three ranks; one of three is killed; a third joins two; one of three goes, and returns as a new process.
+Each has eight steps or more, on a CPU, with different data on each rank. `papers/benchmarks/survey.json` has every
+result and more of each error; [prepare](prepare.md#what-works) has the rules behind them.
 
 - **same bits**: all parameters are equal to the last bit.
-- **rounding**: they differ by less than 2e-5 of the way that training has gone, as norms and sums are added up in
-  another order.
-- **refused**: an error says why, at `prepare` or where the program does it.
+- **rounding**: they differ by less than 2e-5 of the distance trained, as norms and sums are added in another order.
+- **refused**: an error says why, at `prepare` or where the program does it. Most of these optimizers work under
+  `GradientAveraging(reliability=EXACT)`, where every rank has the whole optimizer.
 - **documented**: the result is another one, and a warning says so.
 - **WRONG**, **hangs**, **fails**: open faults, where nothing is said or not in time.
-- **not tried**: it does not run in one process either, as it needs more than parameters and a learning rate, or it
-  draws random numbers.
+- **not tried**: it does not run in one process either, or it draws random numbers.
 
 """
+
+# What a sentence says beside the reason: its subject, how it was found, and what to do instead.
+_SUBJECT = re.compile(r"^(?:rank \d+: |does not run by itself: |\w+(?= (?:looks|keeps|computes|evaluates) ))")
+_DETAIL = re.compile(
+    r": in a trial .*|, but under this policy.*|\. (?:Prepare it|Each rank's|They are averaged|optimizer\.).*"
+)
+_NAMED = re.compile(r"(?<=keeps )'.*?', of the class \w+,|(?<=computes )'\w+', (?=a setting)(a setting of its groups),")
 
 
 def _all(found: dict[str, Any]) -> str:
@@ -53,19 +61,22 @@ def _words(found: dict[str, Any]) -> str:
     return ""
 
 
-def _section(names: dict[str, dict[str, Any]]) -> list[str]:
+def _section(names: dict[str, dict[str, Any]], *, all_named: bool) -> list[str]:
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, found in names.items():
-        rows[_all(found), _sentence(_words(found), name)].append(name)
+        rows[_all(found), _reason(_words(found))].append(name)
     lines = ["| which | result | what is said |", "|---|---|---|"]
     for (verdict, words), which in sorted(rows.items(), key=lambda row: -len(row[1])):
-        lines.append(f"| {_text(', '.join(which))} | {verdict} | {_text(words)} |")
+        named = ", ".join(which) if all_named or verdict != "same bits" else f"the other {len(which)}"
+        lines.append(f"| {_text(named)} | {verdict} | {_text(words)} |")
     return lines
 
 
-def _sentence(words: str, name: str) -> str:
-    """Returns a sentence without what only names its subject, so that those of many subjects are one."""
-    return textwrap.shorten(words, 220, placeholder=" …")
+def _reason(words: str) -> str:
+    """Returns the reason alone, so that those of many subjects are one."""
+    words = _SUBJECT.sub("", " ".join(words.split())).strip()
+    words = _NAMED.sub(lambda found: found[1] or "an object", _DETAIL.sub("", words))
+    return words if len(words) < 260 else words[:260].rpartition(" ")[0] + " ..."
 
 
 def _text(words: str) -> str:
@@ -93,7 +104,14 @@ def page(known: dict[str, Any], versions: dict[str, str]) -> str:
         summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         parts.append(
             "\n".join(
-                [f"## {title}", f"{len(names)}: {summary.replace('other', 'mixed')}.", "", *_section(names), "", ""]
+                [
+                    f"## {title}",
+                    f"{len(names)}: {summary.replace('other', 'mixed')}.",
+                    "",
+                    *_section(names, all_named=library not in _LONG),
+                    "",
+                    "",
+                ]
             )
         )
     return "".join(parts).rstrip() + "\n"

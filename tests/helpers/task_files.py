@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from stormtorch_lab.tasks.kinds import open_task
 from stormtorch_lab.tasks.task import Task
 

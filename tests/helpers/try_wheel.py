@@ -1,4 +1,4 @@
-"""Tries an installed stormtorch in a few seconds: the commands, the relay, and a training of two ranks.
+"""Tries an installed stormtorch in a few seconds: the commands, a training of two ranks, and the lab where it is there.
 
     python try_wheel.py
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 TRAINING = """
@@ -50,9 +51,15 @@ def main() -> None:
     assert re.fullmatch(r"[0-9a-f]{64}", key), f"keygen printed {key!r}"
     place = run(sys.executable, "-c", "import stormtorch._engine as engine; print(engine.__file__)").strip()
 
-    # Without arguments the relay says how it is called. What matters is that it can be loaded and runs.
-    relay = subprocess.run([scripts / "stormtorch-relay"], capture_output=True, text=True, check=False, timeout=60)
-    assert relay.returncode in (1, 2), f"stormtorch-relay ended with {relay.returncode}: {relay.stderr}"
+    if find_spec("stormtorch_lab"):
+        # Without arguments the relay says how it is called. What matters is that it can be loaded and runs.
+        relay = subprocess.run([scripts / "stormtorch-relay"], capture_output=True, text=True, check=False, timeout=60)
+        assert relay.returncode in (1, 2), f"stormtorch-relay ended with {relay.returncode}: {relay.stderr}"
+        run(sys.executable, "-c", "import stormtorch_lab._engine")
+        run(str(scripts / "stormtorch"), "theory", "--loss", "0.1")
+    else:
+        demo = subprocess.run([scripts / "stormtorch", "demo"], capture_output=True, text=True, check=False, timeout=60)
+        assert demo.returncode == 2 and "pip install stormtorch-lab" in demo.stderr, demo.stderr
 
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"

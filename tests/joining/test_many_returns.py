@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.netns import Lab
-from stormtorch_lab.netns.fixtures import lab_or_skip
-from stormtorch_lab.netns.wires import DEVICE, address
 from torch import nn
 
 from pause_after_kill import job
@@ -16,6 +13,9 @@ from returning import with_a_rank_that_returns
 from stormtorch import BoundedDrift, prepare
 from stormtorch.collectives import Group
 from stormtorch.joining.reception import Reception
+from stormtorch_lab.netns import Lab
+from stormtorch_lab.netns.fixtures import lab_or_skip
+from stormtorch_lab.netns.wires import DEVICE, address
 
 
 def test_rank_returns_after_more_than_65535_attempts(monkeypatch: pytest.MonkeyPatch) -> None:

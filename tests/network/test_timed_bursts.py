@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.simulation.masks import Masks
-from stormtorch_lab.studies.settings import LmSettings, SimSettings
 
 from stormtorch import faults
 from stormtorch.checks import BadSetting
@@ -23,6 +21,8 @@ from stormtorch.network.loss import (
     Trace,
     loss_in_bursts,
 )
+from stormtorch_lab.simulation.masks import Masks
+from stormtorch_lab.studies.settings import LmSettings, SimSettings
 
 pytestmark = pytest.mark.pure
 

@@ -1,9 +1,10 @@
-"""Tests of `stormtorch_lab.jobs.surroundings`: the conditions of the machine that are stored with every measurement."""
+"""Tests of `stormtorch_lab.jobs.surroundings`: the conditions of the machine, stored with every measurement."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
+
 from stormtorch_lab.jobs.surroundings import Withheld, commit
 
 pytestmark = pytest.mark.pure

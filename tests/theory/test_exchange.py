@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from stormtorch_lab.simulation.masks import Masks
-from stormtorch_lab.simulation.repair import arrived
 
 from stormtorch import theory
 from stormtorch.network.loss import Bernoulli
 from stormtorch.reliability import Reliability
+from stormtorch_lab.simulation.masks import Masks
+from stormtorch_lab.simulation.repair import arrived
 
 pytestmark = pytest.mark.pure
 

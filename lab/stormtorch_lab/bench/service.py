@@ -118,7 +118,7 @@ def find_nginx() -> str:
     if path is None:
         raise LabUnavailable("the web service is nginx, which is not here: apt-get install nginx-light (or nginx)")
     if importlib.util.find_spec("aiohttp") is None:
-        raise LabUnavailable("requests are sent by aiohttp, which is not here: pip install 'stormtorch[colocate]'")
+        raise LabUnavailable("requests are sent by aiohttp, which is not here: pip install 'stormtorch-lab[colocate]'")
     return path
 
 

@@ -1,1 +1,4 @@
-"""The lab's commands, which `stormtorch` finds by entry points."""
+"""The lab's commands: functions that `app.py` adds to `stormtorch`, found by the entry point `stormtorch.commands`.
+
+Begin with `app.py`. They check what was typed and show results; the work is done in the other packages.
+"""

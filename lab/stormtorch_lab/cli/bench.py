@@ -8,6 +8,7 @@ from rich.console import Console
 from stormtorch.cli.console import check_outputs, friendly_errors, names, numbers, save
 from stormtorch.cli.terminal.completion import offer_list
 from stormtorch.cli.terminal.helping import App
+from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli import bench_all, bench_colocate, bench_steps, bench_virtual
 from stormtorch_lab.cli.networks import lab_network, typed_burst, with_links
 from stormtorch_lab.cli.terminal.choices import BACKENDS, LAB_BACKENDS, LAB_WARMUP, MANNERS, WARMUP, Dtype
@@ -18,12 +19,10 @@ from stormtorch_lab.cli.terminal.options import (
     Delay,
     Iters,
     Jitter,
-    Json,
     LabBurst,
     LabLoss,
     Patience,
     PerLink,
-    Plot,
     Queue,
     Ranks,
     Rate,

@@ -8,15 +8,14 @@ from rich.console import Console
 from stormtorch.checks import BadSetting, blaming
 from stormtorch.cli.console import check_outputs, ending_signals, friendly_errors, names, numbers, save
 from stormtorch.cli.terminal.completion import offer, offer_list
+from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli.terminal.choices import NEIGHBOURS, YieldTo
 from stormtorch_lab.cli.terminal.options import (
     Batch,
     Context,
     FirstSeed,
-    Json,
     Layers,
     LowQueue,
-    Plot,
     Queue,
     Tcp,
     TextData,

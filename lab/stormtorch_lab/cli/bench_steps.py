@@ -7,6 +7,7 @@ from rich.console import Console
 
 from stormtorch.cli.console import check_outputs, friendly_errors, names, save
 from stormtorch.cli.terminal.completion import offer
+from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli.networks import lab_network, with_links
 from stormtorch_lab.cli.terminal.choices import (
     DDP_BACKENDS,
@@ -26,14 +27,12 @@ from stormtorch_lab.cli.terminal.options import (
     Delay,
     Iters,
     Jitter,
-    Json,
     LabBurst,
     LabLoss,
     Layers,
     Learners,
     Patience,
     PerLink,
-    Plot,
     Queue,
     Ranks,
     Rate,

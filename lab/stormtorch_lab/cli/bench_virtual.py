@@ -8,7 +8,7 @@ from rich.console import Console
 from stormtorch.checks import BadSetting
 from stormtorch.cli.console import check_outputs, ending_signals, friendly_errors, numbers, save
 from stormtorch.cli.terminal.completion import offer
-from stormtorch_lab.cli.terminal.options import Json, Plot
+from stormtorch.cli.terminal.options import Json, Plot
 
 _TARGETS_S = (0.002, 0.005, 0.010)
 

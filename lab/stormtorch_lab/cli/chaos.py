@@ -11,8 +11,9 @@ import typer
 from stormtorch.checks import BadSetting
 from stormtorch.cli.console import check_outputs, ending_signals, friendly_errors, names, save
 from stormtorch.cli.terminal.completion import offer, offer_list
+from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli.terminal.choices import FAULTS, POLICIES, spaced
-from stormtorch_lab.cli.terminal.options import Delay, Json, Loss, Plot, Rate
+from stormtorch_lab.cli.terminal.options import Delay, Loss, Rate
 
 
 def chaos(

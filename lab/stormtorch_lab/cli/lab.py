@@ -17,13 +17,13 @@ from rich.console import Console
 from stormtorch.checks import BadCondition
 from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
 from stormtorch.cli.terminal.helping import App
+from stormtorch.cli.terminal.options import Json
 from stormtorch_lab.cli.networks import typed_burst
 from stormtorch_lab.cli.terminal.options import (
     Cable,
     Delay,
     Hosts,
     Jitter,
-    Json,
     LabBurst,
     LabLoss,
     LabName,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from stormtorch.cli.console import check_file, check_outputs, friendly_errors, names, save
+from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli.networks import SimulatedNetwork, burst_in_packets
 from stormtorch_lab.cli.terminal.choices import SIMULATE_POLICIES, Device, How, Optimizer, Precision, Weights, Wire
 from stormtorch_lab.cli.terminal.options import (
@@ -25,7 +26,6 @@ from stormtorch_lab.cli.terminal.options import (
     Fuse,
     GradientBudget,
     HowName,
-    Json,
     Lead,
     Ledger,
     LossBesideLinks,
@@ -38,7 +38,6 @@ from stormtorch_lab.cli.terminal.options import (
     OwnLr,
     OwnWidth,
     PerLink,
-    Plot,
     PolicyNames,
     PrecisionName,
     RedundancyText,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stormtorch.cli.console import check_outputs, friendly_errors, save
-from stormtorch_lab.cli.terminal.options import Json, Loss, MaxLag, Plot
+from stormtorch.cli.terminal.options import Json, Plot
+from stormtorch_lab.cli.terminal.options import Loss, MaxLag
 
 if TYPE_CHECKING:
     from stormtorch.theory import Prediction

@@ -7,6 +7,7 @@ import typer
 
 from stormtorch.cli.console import check_outputs, friendly_errors, names, save
 from stormtorch.cli.terminal.helping import App
+from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli.networks import lab_network, typed_burst
 from stormtorch_lab.cli.terminal.choices import TRAIN_POLICIES, Shards, Weights, Wire
 from stormtorch_lab.cli.terminal.options import (
@@ -19,14 +20,12 @@ from stormtorch_lab.cli.terminal.options import (
     FirstSeed,
     GradientBudget,
     InLab,
-    Json,
     Layers,
     Lead,
     Loss,
     Lr,
     MaxLag,
     PictureData,
-    Plot,
     PolicyNames,
     Ranks,
     Rate,

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 NEEDS = (
     "has mpi only where Open MPI and mpi4py are: apt-get install openmpi-bin libopenmpi-dev, then pip install mpi4py "
-    "(or 'stormtorch[mpi]')"
+    "(or 'stormtorch-lab[mpi]')"
 )
 _RANK = "OMPI_COMM_WORLD_RANK"
 _GRACE_S = 5.0

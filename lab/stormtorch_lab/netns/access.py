@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from stormtorch.checks import CommandFailed
+
 _PACKAGES = {"unshare": "util-linux", "nsenter": "util-linux", "env": "coreutils", "cat": "coreutils"}
 _PACKAGES |= {"mount": "util-linux", "hostname": "hostname"}
 _PACKAGES |= {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "ethtool": "ethtool"}
@@ -24,7 +26,7 @@ WITHOUT_LAB = (
 )
 
 
-class LabError(RuntimeError):
+class LabError(CommandFailed):
     """A failure in the lab."""
 
 

@@ -1,8 +1,8 @@
 """The lab's network in a process: a native relay, for delays where the kernel has no netem, and for timed bursts.
 
-`stormtorch-relay` (engine/relay/relay_main.cpp) owns a TUN device in each host and carries every packet from one host to
-another: through the sender's uplink, the link's loss and delay, and the receiver's downlink. It reads commands, one per
-line, from a pipe, and ends when the pipe closes.
+`stormtorch-relay` (engine/relay/relay_main.cpp) owns a TUN device in each host and carries every packet from one host
+to another: through the sender's uplink, the link's loss and delay, and the receiver's downlink. It reads commands, one
+per line, from a pipe, and ends when the pipe closes.
 """
 
 import contextlib

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import importlib
 import importlib.util
-import pkgutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stormtorch import policies
 from stormtorch.checks import BadSetting
-from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, policy
+from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, policy, registry
 from stormtorch.policies.policy import Policy
 from stormtorch.reliability import EXACT, Reliability
 
@@ -55,17 +51,9 @@ class PolicySettings:
     """Names of settings that the user gave. A class from a file keeps its own defaults for the others."""
 
 
-@functools.cache
 def named() -> dict[str, type[Policy]]:
-    """Returns the library's other policies by their names: classes in its files that set `name`.
-
-    A file that is added to the folder of policies needs to be mentioned nowhere.
-    """
-    found: dict[str, type[Policy]] = {}
-    for module in pkgutil.iter_modules(policies.__path__):
-        for value in vars(importlib.import_module(f"{policies.__name__}.{module.name}")).values():
-            if isinstance(value, type) and issubclass(value, Policy) and value.__dict__.get("name"):
-                found[value.name] = value
+    """Returns the policies of both distributions by their names."""
+    found = registry.named() | registry.named("stormtorch_lab.policies")
     return {name: found[name] for name in sorted(found)}
 
 

@@ -17,7 +17,7 @@ from stormtorch_lab.privacy.noise import secret_generator, share_of_noise
 class PrivateDrift(BoundedDrift):
     """`BoundedDrift` whose ranks add Gaussian noise to their gradients before these leave them (DP-SGD).
 
-    Gradients must be clipped sample by sample, as `stormtorch_lab.privacy.backward` does; this policy cannot check that.
+    Gradients must be clipped sample by sample, as `stormtorch_lab.privacy.backward` does; this policy cannot check it.
     `stormtorch_lab.privacy.epsilon` tells what a noise multiplier is worth.
 
     With `sharers=1` each message by itself has all the noise, so that the guarantee holds against the other ranks, too,

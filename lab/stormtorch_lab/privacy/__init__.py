@@ -1,4 +1,7 @@
-"""Differential privacy: what a training tells of a sample, gradients clipped sample by sample, and pairwise masks."""
+"""Differential privacy on plain tensors: the accountant, clipping sample by sample, noise, and pairwise masks.
+
+Used by the policies that need it, and by users.
+"""
 
 from stormtorch_lab.privacy.accountant import epsilon, noise_for
 from stormtorch_lab.privacy.per_sample import backward

@@ -125,7 +125,7 @@ def _with_opacus(kind: str, noise: float, sample_rate: float, steps: int, delta:
     try:
         from opacus import accountants
     except ImportError as error:
-        raise ImportError("epsilon with sampling needs Opacus: pip install 'stormtorch[privacy]'") from error
+        raise ImportError("epsilon with sampling needs Opacus: pip install 'stormtorch-lab[privacy]'") from error
     accountant = getattr(accountants, kind)()
     accountant.history = [(noise, sample_rate, steps)]
     return float(accountant.get_epsilon(delta=delta, **how))

@@ -29,7 +29,7 @@ def new_key() -> X25519PrivateKey:
     try:
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
     except ImportError as error:
-        raise ImportError("masks between ranks need cryptography: pip install 'stormtorch[privacy]'") from error
+        raise ImportError("masks between ranks need cryptography: pip install 'stormtorch-lab[privacy]'") from error
     return X25519PrivateKey.generate()
 
 

@@ -39,7 +39,8 @@ def page_html(page: Page) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{escape(page.title)}: {escape(page.verdict[:120])}</title>
-<style>{_asset("results", "assets/uplot/uPlot.min.css")}{_asset("report", "assets/page.css")}</style>
+<style>{_asset("stormtorch.watch", "assets/uplot/uPlot.min.css")}</style>
+<style>{_asset("stormtorch_lab.report", "assets/page.css")}</style>
 </head>
 <body>
 <a class="skip" href="#verdict">Skip to the verdict</a>
@@ -58,16 +59,16 @@ def page_html(page: Page) -> str:
 </footer>
 </main>
 <script type="application/json" id="charts">{_script_json(charts)}</script>
-<script>{_asset("results", "assets/uplot/uPlot.iife.min.js")}</script>
-<script>{_asset("report", "assets/page.js")}</script>
+<script>{_asset("stormtorch.watch", "assets/uplot/uPlot.iife.min.js")}</script>
+<script>{_asset("stormtorch_lab.report", "assets/page.js")}</script>
 </body>
 </html>
 """
 
 
 @cache
-def _asset(room: str, path: str) -> str:
-    return files(f"stormtorch.{room}").joinpath(path).read_text(encoding="utf-8")
+def _asset(package: str, path: str) -> str:
+    return files(package).joinpath(path).read_text(encoding="utf-8")
 
 
 def _script_json(data: Any) -> str:

@@ -1,1 +1,1 @@
-"""Models, data sets, and tasks made of both."""
+"""What studies train: models, data sets, and tasks made of both. Begin with `task.py`."""

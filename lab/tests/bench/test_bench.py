@@ -9,6 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from commands import ranks_left
+from stormtorch.checks import BadSetting
+from stormtorch.cli.plots import check_plot
+from stormtorch.telemetry.report import write_json
+from stormtorch.telemetry.statistics import median, percentile
+from stormtorch.telemetry.text import crowding_text, loss_text, share_text, size_text, time_text
 from stormtorch_lab.bench.allreduce import AllReduceSettings, run_allreduce
 from stormtorch_lab.bench.backends import BACKENDS, Copies
 from stormtorch_lab.bench.latency import SIZES_BYTES, LatencySettings, run_latency
@@ -19,13 +26,6 @@ from stormtorch_lab.cli.tables.bench import allreduce_table, latency_table
 from stormtorch_lab.jobs.counters import Counters, Log, Sample, merge
 from stormtorch_lab.jobs.failed import RankFailed
 from stormtorch_lab.jobs.ranks import Member, run_ranks
-
-from commands import ranks_left
-from stormtorch.checks import BadSetting
-from stormtorch.cli.plots import check_plot
-from stormtorch.telemetry.report import write_json
-from stormtorch.telemetry.statistics import median, percentile
-from stormtorch.telemetry.text import crowding_text, loss_text, share_text, size_text, time_text
 
 
 def greet(member: Member, greeting: str) -> tuple[str, int]:

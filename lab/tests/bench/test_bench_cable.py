@@ -1,14 +1,14 @@
 """Two hosts joined by a cable: nothing limits them, datagrams are as large as its MTU allows, and the rate is told."""
 
 import pytest
+
+from commands import call, ranks_left, text_of
+from stormtorch.checks import BadCondition
 from stormtorch_lab.bench.allreduce import AllReduceSettings, run_allreduce
 from stormtorch_lab.cli.tables.bench import allreduce_table
 from stormtorch_lab.cli.tables.lab import requested_text
 from stormtorch_lab.netns import Conditions, Lab
 from stormtorch_lab.netns.fixtures import lab_or_skip
-
-from commands import call, ranks_left, text_of
-from stormtorch.checks import BadCondition
 
 
 @pytest.mark.parametrize(

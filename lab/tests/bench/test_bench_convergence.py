@@ -5,6 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from commands import ranks_left, text_of
+from stormtorch.checks import BadSetting
 from stormtorch_lab.bench.convergence import ConvergenceReport, ConvergenceSettings, Curve
 from stormtorch_lab.bench.learning import run_convergence
 from stormtorch_lab.cli.plots.convergence import headline, plot_convergence
@@ -12,9 +15,6 @@ from stormtorch_lab.cli.tables.steps import convergence_table
 from stormtorch_lab.netns import Conditions
 from stormtorch_lab.netns.fixtures import lab_or_skip
 from stormtorch_lab.policies.presets import PolicySettings
-
-from commands import ranks_left, text_of
-from stormtorch.checks import BadSetting
 
 SMALL = ConvergenceSettings(
     ranks=2, seconds=1.5, every_s=0.3, layers=1, width=64, batch=2, context=16, wires=("bfloat16",), timeout_s=100

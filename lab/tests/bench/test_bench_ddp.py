@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from commands import ranks_left, text_of
+from stormtorch.checks import BadSetting
 from stormtorch_lab.bench.ddp import DdpReport, DdpSettings, StepResult, run_ddp
 from stormtorch_lab.bench.replicas import DEFAULT, NO_SYNC, transformer
 from stormtorch_lab.cli.plots.bench import plot_ddp
 from stormtorch_lab.cli.tables.steps import ddp_table
 from stormtorch_lab.netns import Conditions
 from stormtorch_lab.netns.fixtures import lab_or_skip
-
-from commands import ranks_left, text_of
-from stormtorch.checks import BadSetting
 
 SMALL = DdpSettings(ranks=2, params_m=0.5, tokens=4, iters=4, warmup=1, timeout_s=100)
 

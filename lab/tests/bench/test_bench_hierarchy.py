@@ -2,11 +2,6 @@
 
 import pytest
 import torch
-from stormtorch_lab.bench.allreduce import AllReduceSettings, run_allreduce
-from stormtorch_lab.cli.tables.bench import allreduce_table
-from stormtorch_lab.jobs.ranks import Member, run_ranks
-from stormtorch_lab.netns import Conditions, Lab
-from stormtorch_lab.netns.fixtures import lab_or_skip
 
 from commands import ranks_left, text_of
 from stormtorch.checks import BadSetting
@@ -14,6 +9,11 @@ from stormtorch.collectives import Group, all_reduce
 from stormtorch.collectives.pipeline import Pipeline
 from stormtorch.exchange.options import Options
 from stormtorch.joining.rendezvous import connect
+from stormtorch_lab.bench.allreduce import AllReduceSettings, run_allreduce
+from stormtorch_lab.cli.tables.bench import allreduce_table
+from stormtorch_lab.jobs.ranks import Member, run_ranks
+from stormtorch_lab.netns import Conditions, Lab
+from stormtorch_lab.netns.fixtures import lab_or_skip
 
 LINE = Conditions(rate="50mbit")
 

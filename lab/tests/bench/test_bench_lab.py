@@ -11,6 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from test_bench import die_on_one, fail_on_one, greet, sleep_on_one
+
+from commands import ranks_left, text_of
+from stormtorch.checks import BadSetting
 from stormtorch_lab.bench.allreduce import AllReduceSettings, run_allreduce
 from stormtorch_lab.bench.results import AllReduceReport, AllReduceResult, ideal_bytes, ideal_s, summarize
 from stormtorch_lab.bench.sweep import SweepPoint, SweepReport, SweepSettings, run_sweep
@@ -24,10 +28,6 @@ from stormtorch_lab.jobs.failed import RankFailed
 from stormtorch_lab.jobs.ranks import Member, run_ranks
 from stormtorch_lab.netns import BadCondition, Conditions, Lab
 from stormtorch_lab.netns.fixtures import lab_or_skip
-from test_bench import die_on_one, fail_on_one, greet, sleep_on_one
-
-from commands import ranks_left, text_of
-from stormtorch.checks import BadSetting
 
 STORMTORCH = (sys.executable, "-m", "stormtorch.cli")
 ENVIRONMENT = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}

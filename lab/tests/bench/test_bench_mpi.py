@@ -8,15 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
+
+from commands import call
+from stormtorch.checks import BadSetting
 from stormtorch_lab.bench.allreduce import AllReduceSettings, run_allreduce
 from stormtorch_lab.bench.latency import LatencySettings
 from stormtorch_lab.jobs.failed import RankFailed
 from stormtorch_lab.jobs.mpi import check_mpi, run_ranks_by_mpi
 from stormtorch_lab.jobs.ranks import Member
 from stormtorch_lab.netns import Conditions
-
-from commands import call
-from stormtorch.checks import BadSetting
 
 
 def mpi_or_skip() -> None:

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from stormtorch_lab.bench.suite import PARTS, SUITE, chosen
 
 from commands import call
 from stormtorch.checks import BadSetting
+from stormtorch_lab.bench.suite import PARTS, SUITE, chosen
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,4 +49,4 @@ def test_the_figures_in_the_readme_are_those_of_the_files(monkeypatch: pytest.Mo
     text = (ROOT / "papers" / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert figures.table().count("\n") > 20
     assert text == figures.renewed(text), "run: python papers/benchmarks/figures.py"
-    assert figures.rarely() in (ROOT / "docs" / "rarely.md").read_text(encoding="utf-8")
+    assert figures.rarely() in (ROOT / "docs" / "applications.md").read_text(encoding="utf-8")

@@ -9,6 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from commands import ENVIRONMENT, STORMTORCH, call, ranks_left, text_of
+from stormtorch.checks import BadSetting
+from stormtorch.reliability import EXACT
 from stormtorch_lab.bench.colocate import NONE, TRAININGS, Case, ColocateSettings
 from stormtorch_lab.bench.colocate_results import ColocateReport, RunResult, TrainingResult, rate_at
 from stormtorch_lab.bench.neighbours import run_colocate
@@ -19,10 +23,6 @@ from stormtorch_lab.cli.tables.colocate import colocate_table
 from stormtorch_lab.netns import Conditions
 from stormtorch_lab.netns.access import LabUnavailable
 from stormtorch_lab.netns.fixtures import lab_or_skip
-
-from commands import ENVIRONMENT, STORMTORCH, call, ranks_left, text_of
-from stormtorch.checks import BadSetting
-from stormtorch.reliability import EXACT
 
 SMALL = ColocateSettings(
     ranks=2,

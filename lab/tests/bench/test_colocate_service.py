@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from backend_job import free_ports
 from stormtorch_lab.bench.service import Done, Service, ServiceResult, find_nginx, nginx_words, write_file
 from stormtorch_lab.netns import Lab
 from stormtorch_lab.netns.access import LabUnavailable
-
-from backend_job import free_ports
 
 pytest.importorskip("aiohttp")
 
@@ -221,7 +221,7 @@ def test_without_nginx_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
 def test_without_aiohttp_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name, path=None: f"/usr/sbin/{name}")
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(LabUnavailable, match=r"pip install 'stormtorch\[colocate\]'"):
+    with pytest.raises(LabUnavailable, match=r"pip install 'stormtorch-lab\[colocate\]'"):
         find_nginx()
 
 

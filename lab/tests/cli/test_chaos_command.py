@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+
+from commands import call, text_of
 from stormtorch_lab.cli.plots.chaos import COLOURS, plot_chaos
 from stormtorch_lab.cli.tables.chaos import recovery_table, show_chaos, timeline_table
 from stormtorch_lab.netns.conditions import Conditions
@@ -15,8 +17,6 @@ from stormtorch_lab.studies.chaos.logs import History, Life
 from stormtorch_lab.studies.chaos.report import ChaosReport
 from stormtorch_lab.studies.chaos.settings import ChaosSettings
 from stormtorch_lab.studies.chaos.timeline import Recovery, Struck
-
-from commands import call, text_of
 
 pytestmark = pytest.mark.pure
 

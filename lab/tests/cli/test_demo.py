@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+
+from commands import ENVIRONMENT, STORMTORCH, call, ranks_left
 from stormtorch_lab.bench.convergence import ConvergenceSettings, Curve, Point
 from stormtorch_lab.cli import demo
 from stormtorch_lab.cli.race import Race
 from stormtorch_lab.cli.terminal.chart import Line, draw_lines
 from stormtorch_lab.netns.fixtures import lab_or_skip
-
-from commands import ENVIRONMENT, STORMTORCH, call, ranks_left
 
 SETTINGS = ConvergenceSettings(ranks=2, seconds=4.0, batch=2, context=10, backends=("storm-drift", "gloo"))
 

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from stormtorch_lab.studies.settings import LmSettings, SimSettings
 
 from commands import call, ranks_left
 from stormtorch import BoundedDrift
+from stormtorch_lab.studies.settings import LmSettings, SimSettings
 
 pytestmark = pytest.mark.pure
 

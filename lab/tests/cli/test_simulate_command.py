@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+
+from commands import call
+from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, Reliability
+from stormtorch.checks import BadSetting
+from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Shared, Stragglers, Trace
 from stormtorch_lab.cli.networks import SimulatedNetwork
 from stormtorch_lab.cli.plots.simulate import plot_simulation
 from stormtorch_lab.cli.tables.simulate import network_text, sentences, show_simulation
@@ -19,11 +24,6 @@ from stormtorch_lab.studies.on_workers import run_simulations
 from stormtorch_lab.studies.results import SimReport, SimResult
 from stormtorch_lab.studies.settings import LmSettings, SimSettings
 from stormtorch_lab.tasks.kinds import TASKS
-
-from commands import call
-from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, Reliability
-from stormtorch.checks import BadSetting
-from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Shared, Stragglers, Trace
 
 pytestmark = pytest.mark.pure
 

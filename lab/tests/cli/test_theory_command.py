@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from stormtorch_lab.cli.tables.theory import table_rows
 
 from commands import call
 from stormtorch.theory import KINDS, predict
+from stormtorch_lab.cli.tables.theory import table_rows
 
 pytestmark = pytest.mark.pure
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from stormtorch_lab.netns.fixtures import lab_or_skip
 
 from commands import ENVIRONMENT, STORMTORCH
+from stormtorch_lab.netns.fixtures import lab_or_skip
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from stormtorch_lab.netns import Lab
 from stormtorch_lab.studies.chaos.drill import Drill
 from stormtorch_lab.studies.chaos.faults import KINDS, Fault

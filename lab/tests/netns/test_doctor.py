@@ -7,12 +7,12 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from stormtorch_lab.netns import Conditions, Lab, read_per_link
 
 from commands import call
 from doctor_lab import DOCTOR, block_udp, examine, narrow_link, reach, slow_link, translate
 from stormtorch.network.link_file import read_links
 from stormtorch.network.loss import Bernoulli, LinkModel, PerLink, Trace
+from stormtorch_lab.netns import Conditions, Lab, read_per_link
 
 pytestmark = pytest.mark.lab
 

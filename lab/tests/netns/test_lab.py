@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stormtorch_lab.netns import BadCondition, Lab, LabError
-from stormtorch_lab.netns.running import Line
 
 from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Trace
+from stormtorch_lab.netns import BadCondition, Lab, LabError
+from stormtorch_lab.netns.running import Line
 
 pytestmark = pytest.mark.lab
 MakeLab = Callable[..., Lab]

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_lab import TRAFFIC
+
+from stormtorch.network.loss import GilbertElliott, PerLink, TimedBursts
 from stormtorch_lab.bench.allreduce import AllReduceSettings, run_allreduce
 from stormtorch_lab.bench.sweep import SweepSettings, _fits
 from stormtorch_lab.netns import BadCondition, Conditions, Lab
 from stormtorch_lab.netns.measured import LinkCount, Measured
 from stormtorch_lab.netns.per_link import read_per_link
-from test_lab import TRAFFIC
-
-from stormtorch.network.loss import GilbertElliott, PerLink, TimedBursts
 
 MakeLab = Callable[..., Lab]
 # Sends so many pairs of numbered datagrams, and sleeps behind each pair.

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.jobs.ranks import Member, run_ranks
-from stormtorch_lab.netns import Lab
-from stormtorch_lab.netns.conditions import HostLine
 
 from stormtorch import BoundedDrift, Options, Reliability, connect, prepare
 from stormtorch.collectives import Group
+from stormtorch_lab.jobs.ranks import Member, run_ranks
+from stormtorch_lab.netns import Lab
+from stormtorch_lab.netns.conditions import HostLine
 
 MakeLab = Callable[..., Lab]
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(240)]

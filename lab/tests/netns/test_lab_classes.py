@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+
 from stormtorch_lab.netns import BadCondition, Conditions, Lab
 from stormtorch_lab.netns.measured import LineCount, Measured
 from stormtorch_lab.netns.wires import shape

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from stormtorch_lab.netns import HostLine, Lab, between, both_ways
 
 pytestmark = pytest.mark.lab

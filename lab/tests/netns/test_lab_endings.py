@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stormtorch_lab.netns import Lab
 from stormtorch_lab.netns.fixtures import lab_or_skip
 

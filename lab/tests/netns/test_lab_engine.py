@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from stormtorch_lab.jobs.ranks import Member, run_ranks
-from stormtorch_lab.netns import Lab
 
 from stormtorch import EXACT, LOSSY, Options, Reliability, connect
 from stormtorch.collectives import Group, all_reduce, gather
+from stormtorch_lab.jobs.ranks import Member, run_ranks
+from stormtorch_lab.netns import Lab
 
 MakeLab = Callable[..., Lab]
 pytestmark = pytest.mark.lab

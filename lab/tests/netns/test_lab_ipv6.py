@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stormtorch_lab.netns import Lab
 
 from stormtorch.exchange.keys import new_key
+from stormtorch_lab.netns import Lab
 
 MakeLab = Callable[..., Lab]
 pytestmark = pytest.mark.lab

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.jobs.failed import RankFailed
-from stormtorch_lab.jobs.ranks import Member, run_ranks
-from stormtorch_lab.netns import Lab
 
 from stormtorch import EXACT, Options, connect
 from stormtorch.checks import BadCondition
 from stormtorch.collectives import Group, all_reduce
 from stormtorch.errors import Unreachable
+from stormtorch_lab.jobs.failed import RankFailed
+from stormtorch_lab.jobs.ranks import Member, run_ranks
+from stormtorch_lab.netns import Lab
 
 MakeLab = Callable[..., Lab]
 pytestmark = pytest.mark.lab

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from stormtorch_lab.jobs.failed import RankFailed
-from stormtorch_lab.jobs.ranks import Member, run_ranks
-from stormtorch_lab.netns import Lab
 
 from stormtorch import EXACT, LOSSY, Options, Reliability, connect, prepare
 from stormtorch.collectives import Group, all_reduce
+from stormtorch_lab.jobs.failed import RankFailed
+from stormtorch_lab.jobs.ranks import Member, run_ranks
+from stormtorch_lab.netns import Lab
 
 MakeLab = Callable[..., Lab]
 pytestmark = pytest.mark.lab

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.jobs.ranks import Member, run_ranks
-from stormtorch_lab.netns import Lab
 
 from stormtorch import EXACT, Options, connect
 from stormtorch.checks import BadCondition
 from stormtorch.collectives import Group, all_reduce
+from stormtorch_lab.jobs.ranks import Member, run_ranks
+from stormtorch_lab.netns import Lab
 
 MakeLab = Callable[..., Lab]
 ELEMENTS = 1_000_000

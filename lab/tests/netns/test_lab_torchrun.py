@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from stormtorch_lab.netns.fixtures import lab_or_skip
 
 from example_runs import EXAMPLES, verdict
+from stormtorch_lab.netns.fixtures import lab_or_skip
 
 pytestmark = pytest.mark.lab
 LAB_RUN = (sys.executable, "-m", "stormtorch.cli", "lab", "run", "--hosts", "4", "--rate", "100mbit", "--loss", "0.1")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stormtorch_lab.netns.access import LabUnavailable, find_access
 from stormtorch_lab.netns.fixtures import lab_or_skip
 from stormtorch_lab.netns.lab import Lab, try_lab

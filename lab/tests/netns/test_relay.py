@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_lab import TRAFFIC, exchanged, with_rates
+
+from stormtorch.network.loss import Trace
 from stormtorch_lab.netns import BadCondition, Lab, LabError
 from stormtorch_lab.netns.access import has_netem
 from stormtorch_lab.netns.fixtures import lab_or_skip
 from stormtorch_lab.netns.relay import RelayNetwork
-from test_lab import TRAFFIC, exchanged, with_rates
-
-from stormtorch.network.loss import Trace
 
 MakeLab = Callable[..., Lab]
 pytestmark = pytest.mark.lab

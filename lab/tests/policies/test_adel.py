@@ -1,11 +1,11 @@
 """ADEL's deadlines, as a session or a simulation asks for them."""
 
 import pytest
-from stormtorch_lab import ADEL, SALF
-from stormtorch_lab.policies.presets import make_policy
 
 from stormtorch import BoundedDrift
 from stormtorch.checks import BadSetting
+from stormtorch_lab import ADEL, SALF
+from stormtorch_lab.policies.presets import make_policy
 
 pytestmark = pytest.mark.pure
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab import LightDp, simulate
-from stormtorch_lab.privacy.masks import residue_variance
 from torch import nn
 
 from stormtorch import EXACT, RankPolicy, StormError
 from stormtorch.checks import BadSetting
 from stormtorch.policies.memory import Memory, Store
+from stormtorch_lab import LightDp, simulate
+from stormtorch_lab.privacy.masks import residue_variance
 from training import assert_close, perceptron, sgd, trained
 
 pytestmark = pytest.mark.pure

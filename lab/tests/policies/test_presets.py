@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from stormtorch_lab.policies import presets
-from stormtorch_lab.policies.presets import PRESETS, PolicySettings, make_policy, named
 
 import stormtorch
+import stormtorch_lab
 from example_runs import EXAMPLES
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, RankPolicy, Reliability
 from stormtorch.checks import BadSetting
+from stormtorch.policies import registry
+from stormtorch_lab.policies.presets import PRESETS, PolicySettings, make_policy, named
 
 pytestmark = pytest.mark.pure
 
@@ -86,12 +87,13 @@ def test_policies_are_found_by_the_names_of_their_classes_and_by_those_that_comm
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for policy in named().values():
-        assert getattr(stormtorch, policy.__name__) is policy
+        face = stormtorch_lab if policy.__module__.startswith("stormtorch_lab.") else stormtorch
+        assert getattr(face, policy.__name__) is policy
 
     class Newcomer(RankPolicy):
         name = "newcomer"
 
-    monkeypatch.setattr(presets, "named", lambda: {"newcomer": Newcomer})
+    monkeypatch.setattr(registry, "named", lambda: {"newcomer": Newcomer})
     assert stormtorch.Newcomer is Newcomer
     with pytest.raises(AttributeError, match="has no attribute 'Nobody'"):
         _ = stormtorch.Nobody

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab import PrivateDrift, simulate
 
 from stormtorch import EXACT, BoundedDrift, exact, prepare
 from stormtorch.checks import BadSetting
@@ -18,6 +17,7 @@ from stormtorch.collectives import Group
 from stormtorch.exchange.exchange import Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.policies.policy import Policy
+from stormtorch_lab import PrivateDrift, simulate
 from training import Vector, adamw, assert_same, perceptron, trained
 
 pytestmark = pytest.mark.pure

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab import QSDP
 
 from simulating import simulated
 from stormtorch import EXACT, LOSSY, BoundedDrift
+from stormtorch_lab import QSDP
 from training import Rank, adamw, assert_close, assert_same, on_ranks, perceptron, plain, regression, trained, values
 
 pytestmark = pytest.mark.pure

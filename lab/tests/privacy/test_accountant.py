@@ -3,11 +3,11 @@
 import math
 
 import pytest
+
+from stormtorch.checks import BadSetting
 from stormtorch_lab.privacy import epsilon, noise_for
 from stormtorch_lab.privacy.accountant import Method
 from stormtorch_lab.privacy.noise import noise_that_arrives, share_of_noise
-
-from stormtorch.checks import BadSetting
 
 pytestmark = pytest.mark.pure
 

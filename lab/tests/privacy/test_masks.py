@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stormtorch_lab.privacy.masks import (
     new_key,
     normals,

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.privacy import backward
 from torch import nn
 
 from stormtorch import EXACT, BoundedDrift, ModelAveraging, Policy, exact, prepare
@@ -15,6 +14,7 @@ from stormtorch.checks import BadSetting
 from stormtorch.collectives import Group
 from stormtorch.exchange.exchange import Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
+from stormtorch_lab.privacy import backward
 from training import assert_close, assert_same, regression, values, vectors
 
 pytestmark = pytest.mark.pure

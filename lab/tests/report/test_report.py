@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from commands import call
 from stormtorch_lab.report.files import PAGES, UnknownFile, kind_of, page_of, read_file
 from stormtorch_lab.report.page import page_html
 from stormtorch_lab.report.parts import Fact, Lines, Mark, Page, Section, Series, Table
 from stormtorch_lab.report.race import learners_of, race_verdict
-
-from commands import call
 
 pytestmark = pytest.mark.pure
 

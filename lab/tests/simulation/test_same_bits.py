@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from stormtorch_lab.simulation.same_bits import same_bits
 
 pytestmark = pytest.mark.pure

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab import simulate
-from stormtorch_lab.simulation import Simulated, Spot
-from stormtorch_lab.simulation.setting import Reuse
-from stormtorch_lab.tasks.models.llama import Llama, LlamaSize
-from stormtorch_lab.tasks.task import cross_entropy
 from torch import nn
 
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging
 from stormtorch.network.loss import GilbertElliott
 from stormtorch.policies.policy import Policy
+from stormtorch_lab import simulate
+from stormtorch_lab.simulation import Simulated, Spot
+from stormtorch_lab.simulation.setting import Reuse
+from stormtorch_lab.tasks.models.llama import Llama, LlamaSize
+from stormtorch_lab.tasks.task import cross_entropy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

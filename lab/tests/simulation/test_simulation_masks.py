@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.simulation import masks as masks_module
-from stormtorch_lab.simulation.masks import Masks
 from torch import Tensor
 
 from mask_statistics import CPU, deviation, memory, owners, within
@@ -19,6 +17,8 @@ from stormtorch.collectives import Group, all_gather
 from stormtorch.exchange.exchange import Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Shared, Stragglers, Trace
+from stormtorch_lab.simulation import masks as masks_module
+from stormtorch_lab.simulation.masks import Masks
 
 pytestmark = pytest.mark.pure
 

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab import simulate
-from stormtorch_lab.simulation import Simulated, Spot, exchanges
-from stormtorch_lab.simulation.setting import Reuse
 from test_simulation_replay import COUNT, REAL, STEPS, Replayed, Seen, adamw, record, targets
 from torch import nn
 
@@ -22,6 +19,9 @@ from stormtorch.exchange.exchange import Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.policies import DiLoCo
 from stormtorch.policies.policy import OwnerPolicy, Policy
+from stormtorch_lab import simulate
+from stormtorch_lab.simulation import Simulated, Spot, exchanges
+from stormtorch_lab.simulation.setting import Reuse
 from training import WORLD, Loss, MakeOptimizer, assert_close, assert_same, plain, regression, sgd, values, vectors
 
 pytestmark = pytest.mark.pure

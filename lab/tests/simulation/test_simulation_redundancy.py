@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.simulation.rounding import round_to_grids_
-from stormtorch_lab.simulation.run import simulate
 from torch import nn
 
 from stormtorch import theory
@@ -16,6 +14,8 @@ from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Numbers
 from stormtorch.reliability import EXACT, Reliability
 from stormtorch.telemetry.statistics import mean
+from stormtorch_lab.simulation.rounding import round_to_grids_
+from stormtorch_lab.simulation.run import simulate
 
 LOSSY = Reliability(budget=1.0)
 WORKERS = 8

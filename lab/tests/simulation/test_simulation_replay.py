@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.policies import AREA, MIFA
-from stormtorch_lab.policies.presets import PolicySettings, make_policy
-from stormtorch_lab.simulation import exchanges
-from stormtorch_lab.simulation.run import DATAGRAM_BYTES
 from torch import nn
 
 from example_runs import EXAMPLES
@@ -21,6 +17,10 @@ from stormtorch.exchange.exchange import Arrival
 from stormtorch.policies import DiLoCo
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.runtime.memory.arrivals import Links
+from stormtorch_lab.policies import AREA, MIFA
+from stormtorch_lab.policies.presets import PolicySettings, make_policy
+from stormtorch_lab.simulation import exchanges
+from stormtorch_lab.simulation.run import DATAGRAM_BYTES
 from training import WORLD, MakeOptimizer, Optimizer, Rank, on_ranks, sgd
 
 pytestmark = pytest.mark.pure

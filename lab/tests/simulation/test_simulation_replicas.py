@@ -7,10 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stormtorch_lab.simulation.chunks import Chunks
-from stormtorch_lab.simulation.masks import Masks
-from stormtorch_lab.simulation.repair import arrived
-from stormtorch_lab.simulation.replicas import MOST_VERSIONS, Replicas
 from torch import nn
 
 from mask_statistics import CPU
@@ -21,6 +17,10 @@ from stormtorch.policies import rules
 from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.policy import Policy
 from stormtorch.telemetry.statistics import mean
+from stormtorch_lab.simulation.chunks import Chunks
+from stormtorch_lab.simulation.masks import Masks
+from stormtorch_lab.simulation.repair import arrived
+from stormtorch_lab.simulation.replicas import MOST_VERSIONS, Replicas
 from training import Optimizer, Vector
 
 pytestmark = pytest.mark.pure

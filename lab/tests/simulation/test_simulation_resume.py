@@ -13,11 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab import simulate
-from stormtorch_lab.simulation import Simulated, Spot
-from stormtorch_lab.simulation.checkpoints import digest
-from stormtorch_lab.studies.on_workers import run_simulations
-from stormtorch_lab.studies.settings import SimSettings
 from torch import nn
 
 from commands import ENVIRONMENT, STORMTORCH
@@ -27,6 +22,11 @@ from stormtorch.checks import BadSetting
 from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Stragglers, Trace
 from stormtorch.policies.ledger import Packed
 from stormtorch.policies.policy import Policy
+from stormtorch_lab import simulate
+from stormtorch_lab.simulation import Simulated, Spot
+from stormtorch_lab.simulation.checkpoints import digest
+from stormtorch_lab.studies.on_workers import run_simulations
+from stormtorch_lab.studies.settings import SimSettings
 
 WORKERS, STEPS = 5, 12
 BURSTS = GilbertElliott(p=0.2, burst=4)

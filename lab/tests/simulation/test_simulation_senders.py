@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from stormtorch_lab.simulation.masks import Masks
 from torch import Tensor
 
 from mask_statistics import CPU, deviation, owners, within
@@ -16,6 +15,7 @@ from stormtorch.collectives import Group, all_gather
 from stormtorch.exchange.exchange import Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.network.loss import GilbertElliott, Shared, Stragglers
+from stormtorch_lab.simulation.masks import Masks
 
 pytestmark = pytest.mark.pure
 

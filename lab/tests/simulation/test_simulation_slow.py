@@ -5,10 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab import ADEL, SALF
-from stormtorch_lab.simulation.checkpoints import digest
-from stormtorch_lab.simulation.exchanges import seconds_of
-from stormtorch_lab.simulation.masks import Masks
 
 from mask_statistics import owners
 from simulating import outcome, simulated
@@ -19,6 +15,10 @@ from stormtorch.policies.memory import Store
 from stormtorch.policies.policy import applied
 from stormtorch.reliability import Reliability
 from stormtorch.theory import Backward, layer_chances, layers_missed
+from stormtorch_lab import ADEL, SALF
+from stormtorch_lab.simulation.checkpoints import digest
+from stormtorch_lab.simulation.exchanges import seconds_of
+from stormtorch_lab.simulation.masks import Masks
 from training import assert_close, assert_same, perceptron, plain, sgd
 
 pytestmark = pytest.mark.pure

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.simulation.run import DATAGRAM_BYTES
 from torch import nn
 
 from mask_statistics import within
@@ -18,6 +17,7 @@ from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, _
 from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
 from stormtorch.telemetry.statistics import mean
+from stormtorch_lab.simulation.run import DATAGRAM_BYTES
 from training import Optimizer, Vector
 
 pytestmark = pytest.mark.pure

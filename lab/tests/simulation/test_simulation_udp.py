@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from stormtorch_lab.jobs.ranks import Member, run_ranks
-from stormtorch_lab.simulation import simulate
-from stormtorch_lab.simulation.run import DATAGRAM_BYTES
-from stormtorch_lab.studies.settings import LmSettings
-from stormtorch_lab.tasks.task import Task
 
 import stormtorch
 from mask_statistics import within
 from stormtorch import BoundedDrift, Options
 from stormtorch.collectives import Group
 from stormtorch.telemetry.statistics import mean
+from stormtorch_lab.jobs.ranks import Member, run_ranks
+from stormtorch_lab.simulation import simulate
+from stormtorch_lab.simulation.run import DATAGRAM_BYTES
+from stormtorch_lab.studies.settings import LmSettings
+from stormtorch_lab.tasks.task import Task
 
 pytestmark = pytest.mark.slow
 

@@ -5,11 +5,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
+
+from stormtorch.checks import BadSetting
 from stormtorch_lab.netns.conditions import Conditions, both_ways
 from stormtorch_lab.studies.chaos.faults import KINDS, NARROW_MTU, Fault, network, schedule
 from stormtorch_lab.studies.chaos.settings import ChaosSettings
-
-from stormtorch.checks import BadSetting
 
 pytestmark = pytest.mark.pure
 HARMLESS = ("join", "storm", "mtu")

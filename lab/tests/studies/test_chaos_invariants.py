@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stormtorch_lab.studies.chaos import invariants
 from stormtorch_lab.studies.chaos.faults import Fault
 from stormtorch_lab.studies.chaos.invariants import Run, check_run

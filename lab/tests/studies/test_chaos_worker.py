@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.studies.chaos.program import Program
-from stormtorch_lab.studies.chaos.worker import STOP, Log, Stop, digest_of, prints_of, view_of
 from torch import nn
 
 from stormtorch import prepare
 from stormtorch.collectives import Group
 from stormtorch.runtime.members.membership import View
+from stormtorch_lab.studies.chaos.program import Program
+from stormtorch_lab.studies.chaos.worker import STOP, Log, Stop, digest_of, prints_of, view_of
 from training import adamw, perceptron, regression, vectors
 from views import EXACTLY, Member, with_members
 

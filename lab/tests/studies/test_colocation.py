@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stormtorch.checks import BadSetting
+from stormtorch_lab._engine import SharedNetwork
 from stormtorch_lab.studies.colocation.run import Colocated, Colocation, colocate
 from stormtorch_lab.studies.colocation.sweep import Seeds, Sweep, run_sweep
-
-import stormtorch._engine as _engine
-from stormtorch.checks import BadSetting
-from stormtorch.exchange.simulated import core_settings
-from stormtorch.network.faults import faults
 
 # Few hosts and little time, so that a run takes a fraction of a second.
 SMALL = Colocation(hosts=4, training=200e6, every_s=0.1, requests_per_s=1000.0, seconds=0.6, warm_s=0.2, seed=5)
@@ -166,10 +164,10 @@ def test_bad_sweeps_are_refused_by_name() -> None:
         Sweep(base=SMALL, shares=(1.5,))
 
 
-def test_a_service_needs_lines_that_it_can_share() -> None:
-    core = core_settings(2, SMALL.options, unlimited=False, seed=0)
-    sim = _engine.Sim(2, core, dict(faults(loss=0.0, seed=0).settings), 50e-6, 1e6, 1 << 19)
-    with pytest.raises(RuntimeError, match="shared lines"):
-        sim.serve(100.0, 1000, 100, 0)
+def test_there_is_nothing_to_ask_before_a_service_runs() -> None:
+    network = SharedNetwork(2, SMALL.lines, 50e-6)
     with pytest.raises(RuntimeError, match="no service"):
-        sim.answered()
+        network.answered()
+    network.serve(100.0, 1000, 100, 0, 0.0)
+    with pytest.raises(RuntimeError, match="runs already"):
+        network.serve(100.0, 1000, 100, 0, 0.0)

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+
+from commands import call, ranks_left
+from stormtorch.checks import BadSetting
 from stormtorch_lab.cli.plots.train import plot_training
 from stormtorch_lab.cli.tables.train import sentences, show_training
 from stormtorch_lab.netns import Conditions
@@ -19,9 +22,6 @@ from stormtorch_lab.studies.on_ranks import run_training
 from stormtorch_lab.studies.results import TrainReport
 from stormtorch_lab.studies.settings import ImageSettings, LmSettings
 from stormtorch_lab.tasks.task import cosine
-
-from commands import call, ranks_left
-from stormtorch.checks import BadSetting
 from task_files import write_cifar10_batches
 
 pytestmark = pytest.mark.pure

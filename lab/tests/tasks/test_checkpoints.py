@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.tasks.data.checkpoints import read_checkpoint
-from stormtorch_lab.tasks.models.llama import Llama
 from torch import nn
 
 from stormtorch.checks import BadSetting
+from stormtorch_lab.tasks.data.checkpoints import read_checkpoint
+from stormtorch_lab.tasks.models.llama import Llama
 from task_files import HEADS, LAYERS, WIDTH, write_checkpoint
 
 pytestmark = pytest.mark.pure

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stormtorch_lab.tasks.data.cifar10 import open_cifar10, pack_cifar10
-from stormtorch_lab.tasks.kinds import open_task
 
 from stormtorch.checks import BadSetting
+from stormtorch_lab.tasks.data.cifar10 import open_cifar10, pack_cifar10
+from stormtorch_lab.tasks.kinds import open_task
 from task_files import write_cifar10
 
 pytestmark = pytest.mark.pure

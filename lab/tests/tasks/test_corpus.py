@@ -4,10 +4,10 @@ import lzma
 from pathlib import Path
 
 import pytest
-from stormtorch_lab.tasks.data.corpus import library_files, open_corpus
-from stormtorch_lab.tasks.kinds import open_task
 
 from stormtorch.checks import BadSetting
+from stormtorch_lab.tasks.data.corpus import library_files, open_corpus
+from stormtorch_lab.tasks.kinds import open_task
 from task_files import write_wikitext
 
 pytestmark = pytest.mark.pure

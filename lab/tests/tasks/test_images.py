@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stormtorch_lab.tasks.data.images import open_images
 
 from stormtorch.checks import BadSetting
+from stormtorch_lab.tasks.data.images import open_images
 from task_files import write_cifar10_batches
 
 pytestmark = pytest.mark.pure
@@ -27,7 +27,7 @@ def test_the_digits_are_ten_kinds_of_8_by_8() -> None:
 
 def test_without_scikit_learn_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(BadSetting, match=r"stormtorch\[train\]") as caught:
+    with pytest.raises(BadSetting, match=r"stormtorch-lab\[train\]") as caught:
         open_images()
     assert caught.value.name == "cifar10"
 

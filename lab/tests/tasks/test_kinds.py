@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stormtorch_lab.tasks.kinds import TASKS, open_task
 
 from stormtorch.checks import BadSetting
+from stormtorch_lab.tasks.kinds import TASKS, open_task
 
 pytestmark = pytest.mark.pure
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from stormtorch_lab.tasks.models.llama import Llama, LlamaSize
-from stormtorch_lab.tasks.models.lstm import LstmTagger
-from stormtorch_lab.tasks.models.resnet import ResNet
 from torch import nn
 
 from stormtorch.checks import BadSetting
+from stormtorch_lab.tasks.models.llama import Llama, LlamaSize
+from stormtorch_lab.tasks.models.lstm import LstmTagger
+from stormtorch_lab.tasks.models.resnet import ResNet
 
 pytestmark = pytest.mark.pure
 

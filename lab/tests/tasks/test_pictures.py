@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from stormtorch_lab.tasks.data.cifar10 import open_cifar10
-from stormtorch_lab.tasks.kinds import open_task
 from torch import nn
 
+from stormtorch_lab.tasks.data.cifar10 import open_cifar10
+from stormtorch_lab.tasks.kinds import open_task
 from task_files import write_cifar10
 
 pytestmark = pytest.mark.pure

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from stormtorch_lab.tasks.data.batches import PADDING, Batch
-from stormtorch_lab.tasks.kinds import open_task
 
 from stormtorch.checks import BadSetting
+from stormtorch_lab.tasks.data.batches import PADDING, Batch
+from stormtorch_lab.tasks.kinds import open_task
 from task_files import tiny, write_atis
 
 pytestmark = pytest.mark.pure

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.func import functional_call, stack_module_state, vmap
+
 from stormtorch_lab.tasks.data.batches import Batch
 from stormtorch_lab.tasks.data.corpus import open_corpus
 from stormtorch_lab.tasks.kinds import TASKS, open_task
 from stormtorch_lab.tasks.language import Text
 from stormtorch_lab.tasks.task import Task
-from torch import nn
-from torch.func import functional_call, stack_module_state, vmap
-
 from task_files import tiny, write_atis, write_cifar10, write_wikitext
 
 pytestmark = pytest.mark.pure

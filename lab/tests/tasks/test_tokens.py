@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from stormtorch.checks import BadSetting
 from stormtorch_lab.tasks.data.tokens import Tokenizer, open_stories, pack_stories
 from stormtorch_lab.tasks.kinds import open_task
 from stormtorch_lab.tasks.models.llama import Llama
-
-from stormtorch.checks import BadSetting
 from task_files import PIECES, write_stories, write_tokenizer
 
 pytestmark = pytest.mark.pure

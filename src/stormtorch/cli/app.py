@@ -1,14 +1,9 @@
 """The command `stormtorch` and its parts. They check what was typed, show progress and tables; others do the work."""
 
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
-from stormtorch_lab.cli import bench, lab, train
-from stormtorch_lab.cli.chaos import chaos
-from stormtorch_lab.cli.demo import demo
-from stormtorch_lab.cli.report import report
-from stormtorch_lab.cli.simulate import simulate
-from stormtorch_lab.cli.theory import theory
 
 from stormtorch.cli.doctor import doctor
 from stormtorch.cli.ledger import ledger
@@ -21,29 +16,10 @@ app = App(
     pretty_exceptions_show_locals=False,
 )
 _USE = "Use"
-_STUDY = "Measure and study"
-app.command(rich_help_panel=_USE)(demo)
 app.command(rich_help_panel=_USE)(doctor)
 app.command(rich_help_panel=_USE)(watch)
 app.command(rich_help_panel=_USE)(ledger)
 app.command(rich_help_panel=_USE)(postmortem)
-app.add_typer(
-    lab.app,
-    name="lab",
-    help="Virtual hosts whose network really loses, limits and delays packets.",
-    rich_help_panel=_STUDY,
-)
-app.add_typer(bench.app, name="bench", help="Measure stormtorch beside gloo, in the same run.", rich_help_panel=_STUDY)
-app.add_typer(
-    train.app,
-    name="train",
-    help="Train real models over networks that lose, policies side by side.",
-    rich_help_panel=_STUDY,
-)
-app.command(rich_help_panel=_STUDY)(simulate)
-app.command(rich_help_panel=_STUDY)(theory)
-app.command(rich_help_panel=_STUDY)(chaos)
-app.command(rich_help_panel=_STUDY)(report)
 
 
 def main() -> None:
@@ -94,6 +70,10 @@ def keygen() -> None:
 
     typer.echo(new_key())
 
+
+# Other distributions add commands of theirs.
+for _entry in entry_points(group="stormtorch.commands"):
+    _entry.load()(app)
 
 if __name__ == "__main__":
     main()

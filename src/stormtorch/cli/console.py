@@ -11,7 +11,7 @@ from types import FrameType
 import typer
 from rich.console import Console
 
-from stormtorch.checks import BadSetting
+from stormtorch.checks import BadSetting, CommandFailed
 
 
 @contextlib.contextmanager
@@ -20,22 +20,14 @@ def friendly_errors(**arguments: str) -> Iterator[None]:
     130 for Ctrl-C. `arguments` are settings that are no options, as the usage writes them: `hosts="HOST"`.
     """
     try:
-        # Here, so that --help answers without them.
-        from stormtorch_lab.jobs.failed import RankFailed
-        from stormtorch_lab.netns.access import LabError
-
-        try:
-            yield
-        except BadSetting as error:
-            raise typer.BadParameter(
-                error.problem, param_hint=arguments.get(error.name, f"--{error.name.replace('_', '-')}")
-            ) from error
-        except RankFailed as error:
-            _show(str(error), error.details)
-            raise typer.Exit(1) from error
-        except LabError as error:
-            _show(str(error))
-            raise typer.Exit(1) from error
+        yield
+    except BadSetting as error:
+        raise typer.BadParameter(
+            error.problem, param_hint=arguments.get(error.name, f"--{error.name.replace('_', '-')}")
+        ) from error
+    except CommandFailed as error:
+        _show(str(error), error.details)
+        raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         typer.echo("interrupted: all ranks are ended", err=True)
         raise typer.Exit(130) from error

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from stormtorch_lab.cli.terminal.options import Json
 
 from stormtorch.checks import BadSetting, check_between
 from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
+from stormtorch.cli.terminal.options import Json
 
 if TYPE_CHECKING:
     from stormtorch.doctor.director import Director

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from stormtorch_lab.cli.terminal.options import Json, Plot
 
 from stormtorch.cli.console import check_file, check_outputs, friendly_errors, save
+from stormtorch.cli.terminal.options import Json, Plot
 
 if TYPE_CHECKING:
     from stormtorch.telemetry.accounts import Account

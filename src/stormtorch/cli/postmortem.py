@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from stormtorch_lab.cli.terminal.options import Json
 
 from stormtorch.cli.console import check_outputs, friendly_errors, save, save_into
+from stormtorch.cli.terminal.options import Json
 
 if TYPE_CHECKING:
     from stormtorch.telemetry.postmortem import Finding, Flight

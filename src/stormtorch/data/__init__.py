@@ -1,1 +1,1 @@
-"""Which samples a rank reads when ranks come and go."""
+"""Which samples a rank reads while ranks join and leave: `ElasticSampler`. Begin with `epoch_plan.py`, numbers only."""

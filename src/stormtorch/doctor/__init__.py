@@ -1,1 +1,4 @@
-"""The doctor: what is wrong with this machine, or with the network between several, and what to do about it."""
+"""Diagnosis of a machine, and of the network between several: checks, measurements, a culprit and a remedy.
+
+Used by the command `stormtorch doctor`. Begin with `director.py`, who measures whom, and `verdict.py`, the reasoning.
+"""

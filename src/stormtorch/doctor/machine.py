@@ -5,15 +5,12 @@ import ctypes
 import os
 import platform
 import resource
-import shutil
 import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
-
-from stormtorch_lab.netns.access import LabUnavailable
-from stormtorch_lab.netns.lab import try_lab
 
 from stormtorch.doctor.finding import Finding, Level
 from stormtorch.doctor.interfaces import check_interfaces
@@ -42,7 +39,7 @@ def examine_machine() -> list[Finding]:
         _check_memory,
         _check_locked_memory,
         _check_versions,
-        _check_lab,
+        *(entry.load() for entry in entry_points(group="stormtorch.doctor")),
     )
     return [finding for check in checks for finding in check()]
 
@@ -257,22 +254,6 @@ def _check_versions() -> Iterator[Finding]:
         )
     else:
         yield Finding(subject="versions", level=Level.OK, text=text)
-
-
-def _check_lab() -> Iterator[Finding]:
-    try:
-        access = try_lab()
-    except LabUnavailable as error:
-        yield Finding(
-            subject="lab",
-            level=Level.NOTE,
-            text="`stormtorch lab` cannot run here; training does not need it",
-            remedy=str(error),
-        )
-    else:
-        how = "in a user namespace" if access.user_namespace else "as root"
-        tools = ", ".join(each for each in ("ip", "tc", "nft", "ethtool") if shutil.which(each))
-        yield Finding(subject="lab", level=Level.OK, text=f"possible {how} ({tools})")
 
 
 def _udp_counters() -> dict[str, int]:

@@ -1,1 +1,4 @@
-"""The seam between what trains and what carries it: exchanges, their options, and a network in memory beside the real one."""
+"""The seam between what trains and what carries it: plan, exchange, arrival; options; a network in virtual time.
+
+Used by the collectives and everything above; knows no socket. Begin with `exchange.py`.
+"""

@@ -1,1 +1,5 @@
-"""How a rank enters a job: rendezvous, start, late entry, restart, and questions from outside."""
+"""How a process enters a job: rendezvous, start, late join, restart, and requests of processes outside the job.
+
+Used by the backend and by `stormtorch.connect`. Begin with `rendezvous.py`; `newcomer.py` and `reception.py` are both
+sides of a late join.
+"""

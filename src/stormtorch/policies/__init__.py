@@ -1,11 +1,8 @@
-"""What ranks exchange and what they make of what arrives: one file per policy, plain tensors, no network."""
+"""Policies: what ranks send and what they make of what arrives, as arithmetic on plain tensors, one file each.
 
-from stormtorch_lab.policies.adel import ADEL
-from stormtorch_lab.policies.area import AREA
-from stormtorch_lab.policies.mifa import MIFA
-from stormtorch_lab.policies.partel import PARTEL
-from stormtorch_lab.policies.qsdp import QSDP
-from stormtorch_lab.policies.salf import SALF
+Called by the runtime on real ranks and by the simulator on virtual workers; knows no network. Begin with `policy.py`,
+then `bounded_drift.py`, the default.
+"""
 
 from stormtorch.policies.bounded_drift import BoundedDrift
 from stormtorch.policies.diloco import DiLoCo, StreamingDiLoCo
@@ -17,12 +14,6 @@ from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.policies.sparse_diloco import SparseDiLoCo
 
 __all__ = [
-    "ADEL",
-    "AREA",
-    "MIFA",
-    "PARTEL",
-    "QSDP",
-    "SALF",
     "BoundedDrift",
     "DiLoCo",
     "Gossip",

@@ -1,1 +1,4 @@
-"""GPU copies, the order in which collectives start, and the threads that complete futures."""
+"""Between a GPU and the network: copies to pinned memory, the order in which collectives start, waiting threads.
+
+Used by the backend and the runtime. Begin with `order.py`.
+"""

@@ -1,1 +1,4 @@
-"""What a step cost, as records in files: written by ranks, read by watch, ledger and postmortem."""
+"""Records of steps: their schema, files, metrics and statistics. Ranks write them; watch, ledger and postmortem read.
+
+Nothing here knows a training or a network. Begin with `records.py`.
+"""

@@ -1,9 +1,9 @@
 """Redundancy: parity chunks beside the chunks of a message, and what is still lost where they are not enough.
 
-A message is cut as in the engine (`engine/coding/coding.hpp`): into stretches of at most 512 chunks, and a stretch into up to
-four blocks of at most 128, whose chunks take turns, so that a burst of losses hits all of them a little. The parity of
-a stretch follows its last chunk. Every block of k data chunks has m of parity, by a maximum-distance-separable code:
-any k of them give back the block, and if fewer arrive, those data chunks count that came themselves.
+A message is cut as in the engine (`engine/coding/coding.hpp`): into stretches of at most 512 chunks, and a stretch
+into up to four blocks of at most 128, whose chunks take turns, so that a burst of losses hits all of them a little.
+The parity of a stretch follows its last chunk. Every block of k data chunks has m of parity, by a maximum-distance-
+separable code: any k of them give back the block, and if fewer arrive, those data chunks count that came themselves.
 """
 
 import functools

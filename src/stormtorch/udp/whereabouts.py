@@ -2,8 +2,8 @@
 
 A rank that others reach learns the address of a rank behind a router from its datagrams, and writes it into the store.
 Two ranks behind two routers read there where the other is seen, and both send to that address: what one sends opens the
-way for what the other sends. The engine moves to an address only when it answers (engine/paths/routes.hpp), so that nothing
-in the store is believed.
+way for what the other sends. The engine moves to an address only when it answers (engine/paths/routes.hpp), so that
+nothing in the store is believed.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Records of all ranks merged to one job, and shown: what the network costs, which link is bad, who is waited for."""
+"""A running job as its records show it: cost of the network, bad links, who is waited for; terminal, page, Prometheus.
+
+Used by `stormtorch watch` and by reports. Begin with `job.py` (records merged) and `verdict.py` (the diagnosis).
+"""

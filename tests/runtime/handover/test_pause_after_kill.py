@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from stormtorch_lab.netns.fixtures import lab_or_skip
 
 from pause_after_kill import Job, job, measure
+from stormtorch_lab.netns.fixtures import lab_or_skip
 
 WITHIN_S = 6.0
 """About five times of what it takes at rest; the silence alone is 10 s."""

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from stormtorch_lab.jobs.ranks import Member as Process
-from stormtorch_lab.jobs.ranks import run_ranks
 from torch import nn
 
 from stormtorch import EXACT, BoundedDrift, prepare
+from stormtorch_lab.jobs.ranks import Member as Process
+from stormtorch_lab.jobs.ranks import run_ranks
 from training import (
     Optimizer,
     adamw,

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.policies import AREA, MIFA
 
 from stormtorch import EXACT
 from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch_lab.policies import AREA, MIFA
 from training import Vector
 from views import Member, with_members
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import local_world
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +26,7 @@ from stormtorch.policies.policy import Policy
 from stormtorch.runtime.members.calls import Calls
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.session.session import Session, sessions_of
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 from training import (
     EXACTLY,
     Llama,

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab import AREA, MIFA, QSDP, SALF
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 
 import stormtorch
@@ -25,6 +23,8 @@ from stormtorch import (
     StreamingDiLoCo,
 )
 from stormtorch.collectives import Group
+from stormtorch_lab import AREA, MIFA, QSDP, SALF
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 WORLD = 4

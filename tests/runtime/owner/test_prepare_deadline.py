@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import local_world
-from stormtorch_lab import ADEL, SALF
 
 import stormtorch
 from stormtorch import EXACT, BoundedDrift, clip_grad_norm_, exact, prepare
@@ -19,6 +18,7 @@ from stormtorch.collectives import Group
 from stormtorch.errors import StormError
 from stormtorch.exchange.exchange import Transport
 from stormtorch.policies.policy import Deadline
+from stormtorch_lab import ADEL, SALF
 from training import Vector, assert_same, on_ranks, perceptron, plain, regression, sgd, values, vectors
 
 pytestmark = pytest.mark.pure

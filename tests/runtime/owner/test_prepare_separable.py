@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 
 from joint_optimizers import (
@@ -26,6 +25,7 @@ from joint_optimizers import (
 )
 from stormtorch import EXACT, GradientAveraging, prepare
 from stormtorch.runtime.owner.separable import check_separable
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 from training import Optimizer, Rank, assert_close, on_ranks, perceptron, plain, regression, values, vectors
 
 pytestmark = pytest.mark.pure

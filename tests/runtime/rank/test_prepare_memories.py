@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab.policies import AREA, MIFA
 from test_views_memories import far, sgd, train
 
 from stormtorch import EXACT
 from stormtorch.policies import DiLoCo
 from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch_lab.policies import AREA, MIFA
 from training import Rank, Vector, on_ranks, perceptron
 from training import sgd as with_momentum
 from views import Member, with_members

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch_lab import LightDp
-from stormtorch_lab.policies import AREA, MIFA
 from torch import nn
 
 from stormtorch import EXACT, LOSSY, ModelAveraging, Policy, RankPolicy
 from stormtorch.collectives.spans import shards
 from stormtorch.collectives.sparse import Sparse
 from stormtorch.policies import DiLoCo, Gossip, SparseDiLoCo, StreamingDiLoCo
+from stormtorch_lab import LightDp
+from stormtorch_lab.policies import AREA, MIFA
 from training import Rank, on_ranks, perceptron, regression, sgd, vectors
 from views import Member, with_members
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from stormtorch_lab.jobs.ranks import Member, run_ranks
 from torch import nn
 
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, Options, prepare
 from stormtorch.policies.policy import Policy
+from stormtorch_lab.jobs.ranks import Member, run_ranks
 from training import (
     WORLD,
     MakeOptimizer,

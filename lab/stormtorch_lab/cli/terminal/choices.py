@@ -6,12 +6,16 @@ import re
 from enum import StrEnum
 from pathlib import Path
 
+import stormtorch
+import stormtorch_lab
+
 PRESETS = "lossless,plain,lead,model-averaging,gradient-averaging"
 
 
 def _named() -> list[str]:
     """Names of the library's other policies, read from their files."""
-    files = (Path(__file__).parents[1] / "policies").glob("*.py")
+    places = [*stormtorch.__path__, *stormtorch_lab.__path__]
+    files = [file for place in places for file in Path(place, "policies").glob("*.py")]
     pattern = re.compile(r'^    name: ClassVar\[str\] = "([a-z-]+)"', re.MULTILINE)
     return sorted(name for file in files for name in pattern.findall(file.read_text()))
 

@@ -52,11 +52,6 @@ Patience = Annotated[
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
-Json = Annotated[Path | None, typer.Option(help="Write settings, conditions and results to this file.", dir_okay=False)]
-Plot = Annotated[
-    Path | None,
-    typer.Option(help="Draw the results into this .png, .svg or .pdf; needs matplotlib.", dir_okay=False),
-]
 Ledger = Annotated[Path | None, typer.Option(help="Write a line of JSON for every step to this file.", dir_okay=False)]
 Checkpoint = Annotated[
     Path | None,

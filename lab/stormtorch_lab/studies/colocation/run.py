@@ -17,6 +17,7 @@ from stormtorch.network.faults import faults
 from stormtorch.network.units import parse_rate
 from stormtorch.reliability import Reliability
 from stormtorch.telemetry.statistics import mean, percentile
+from stormtorch_lab._engine import SharedNetwork
 
 # Of a datagram on the wire: Ethernet, IPv4, UDP.
 _HEADER_BYTES = 42
@@ -126,6 +127,22 @@ class Colocation:
         """Deadline of each stage."""
         return None if self.slack is None else self.slack * self.alone_s
 
+    @property
+    def lines(self) -> dict[str, Any]:
+        """Lines that the training shares with the service, as the engine takes them."""
+        return {
+            "bytes_per_s": float(self.rate) / 8,
+            "queue_bytes": self.queue_bytes,
+            "up_queue_bytes": self.up_queue_bytes,
+            "low_queue_bytes": self.low_queue_bytes,
+            "low_share": self.low_share or 0.0,
+            "burst_bytes": self.burst_s * float(self.rate) / 8,
+            "low": self.low_share is not None,
+            "hosts_per_rack": 0,
+            "trunk_bytes_per_s": 0.0,
+            "trunk_queue_bytes": 0,
+        }
+
     @staticmethod
     def of_the_lab(**others: Any) -> Colocation:
         """Settings of the lab's network: 8 hosts at 100 Mbit/s, with the bursts of Linux's shapers.
@@ -187,6 +204,7 @@ class Colocated:
 
 def colocate(settings: Colocation) -> Colocated:
     """Runs a training beside a service, in virtual time."""
+    network = SharedNetwork(settings.hosts, settings.lines, settings.delay_s)
     sim = _engine.Sim(
         settings.hosts,
         core_settings(settings.hosts, settings.options, unlimited=False, seed=settings.seed),
@@ -194,35 +212,27 @@ def colocate(settings: Colocation) -> Colocated:
         settings.delay_s,
         0.0,
         0,
-        {
-            "bytes_per_s": float(settings.rate) / 8,
-            "queue_bytes": settings.queue_bytes,
-            "up_queue_bytes": settings.up_queue_bytes,
-            "low_queue_bytes": settings.low_queue_bytes,
-            "low_share": settings.low_share or 0.0,
-            "burst_bytes": settings.burst_s * float(settings.rate) / 8,
-            "low": settings.low_share is not None,
-            "hosts_per_rack": 0,
-            "trunk_bytes_per_s": 0.0,
-            "trunk_queue_bytes": 0,
-        },
+        network,
     )
     begin_s = sim.now_s + settings.warm_s
     end_s = begin_s + settings.seconds
     training = Training(sim, settings) if settings.training else None
     if settings.requests_per_s:
-        sim.serve(settings.requests_per_s, settings.response_bytes, settings.request_bytes, settings.seed)
+        network.serve(
+            settings.requests_per_s, settings.response_bytes, settings.request_bytes, settings.seed, sim.now_s
+        )
     _run_until(sim, training, begin_s, measured=False)
-    before = _counts(sim, settings)
+    before = _counts(network, settings)
     _run_until(sim, training, end_s, measured=True)
     if settings.requests_per_s:
-        sim.stop_service()
+        network.stop_service()
         # The training goes on: the last requests must not find the lines empty.
         give_up_s = end_s + _PATIENCE_S
-        while sim.service_counts()["answered"] < sim.service_counts()["asked"] and sim.now_s < give_up_s:
+        while network.service_counts()["answered"] < network.service_counts()["asked"] and sim.now_s < give_up_s:
             _run_until(sim, training, sim.now_s + _POLL_S, measured=False)
-    counts = {name: value - before[name] for name, value in _counts(sim, settings).items()}
-    times = [took + settings.host_s for at, took in sim.answered() if at >= begin_s] if settings.requests_per_s else []
+    counts = {name: value - before[name] for name, value in _counts(network, settings).items()}
+    answered = network.answered() if settings.requests_per_s else []
+    times = [took + settings.host_s for at, took in answered if at >= begin_s]
     unanswered = counts["asked"] - len(times)
     return Colocated(
         mean_s=mean(times + [_PATIENCE_S] * unanswered) if times else None,
@@ -248,10 +258,10 @@ def _run_until(sim: _engine.Sim, training: Training | None, at_s: float, *, meas
         sim.run_until(at_s if training is None else min(sim.now_s + _POLL_S, at_s))
 
 
-def _counts(sim: _engine.Sim, settings: Colocation) -> dict[str, int]:
+def _counts(network: SharedNetwork, settings: Colocation) -> dict[str, int]:
     """Counters since the network was made."""
-    lines = [sim.line_counts(host) for host in range(settings.hosts)]
-    service = sim.service_counts() if settings.requests_per_s else {"asked": 0, "resent": 0, "timeouts": 0}
+    lines = [network.line_counts(host) for host in range(settings.hosts)]
+    service = network.service_counts() if settings.requests_per_s else {"asked": 0, "resent": 0, "timeouts": 0}
     return {
         "asked": service["asked"],
         "resent": service["resent"],

@@ -53,7 +53,7 @@ def _digits() -> Images:
         raise BadSetting(
             "cifar10",
             "must name a folder: the digits come with scikit-learn, which is not installed here "
-            "(pip install scikit-learn, or the extra stormtorch[train])",
+            "(pip install scikit-learn, or the extra stormtorch-lab[train])",
         ) from error
     found = load_digits()
     images = torch.from_numpy(found.images).float().unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Results as pictures."""
+"""Results as pictures: one module per command, drawn with matplotlib."""
 
 from pathlib import Path
 

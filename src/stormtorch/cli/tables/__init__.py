@@ -1,1 +1,1 @@
-"""Results as tables."""
+"""Results as tables: one module per command."""

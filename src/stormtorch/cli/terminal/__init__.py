@@ -1,1 +1,1 @@
-"""What commands share: screens, options, help, completion."""
+"""What all commands share: options, help, completion, tables and progress on a terminal."""

@@ -10,6 +10,8 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+LAB_COMMANDS = ("bench", "chaos", "demo", "lab", "report", "simulate", "theory", "train")
+"""Commands of the distribution stormtorch-lab."""
 # What rich leaves of the terminal for text.
 _FRAME = 2
 # Most that rich uses where it finds no terminal, and least that an example is broken for.
@@ -89,6 +91,12 @@ class Command(_LaidOut, TyperCommand):
 
 class Group(_LaidOut, TyperGroup):
     """Commands whose help is laid out."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds a command; says so where it is one of the lab, which is not installed."""
+        if ctx.parent is None and args[0] in LAB_COMMANDS and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"{args[0]} is a command of the lab: pip install stormtorch-lab")
+        return super().resolve_command(ctx, args)
 
 
 class App(typer.Typer):

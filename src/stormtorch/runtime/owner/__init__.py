@@ -1,1 +1,4 @@
-"""Owner policies on real ranks: gradients reduced to owners, parameters broadcast from them."""
+"""Sessions under an `OwnerPolicy`: gradients are reduced to the owners of shards, parameters broadcast from them.
+
+Begin with `sharded.py`; `reduction.py` is stage 1, `broadcast.py` stage 2.
+"""

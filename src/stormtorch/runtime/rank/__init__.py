@@ -1,1 +1,4 @@
-"""Rank policies on real ranks: models or gradients averaged among ranks."""
+"""Sessions under a `RankPolicy`: every rank runs the optimizer, and models or gradients are averaged.
+
+Begin with `replicated.py`; `averages.py` has both stages of an exchange.
+"""

@@ -14,8 +14,8 @@ _Picks = tuple[list[tuple[Bucket, torch.Tensor]], torch.Tensor]
 """Elements of the buckets of one device: which of each bucket, and where their values go."""
 Values = npt.NDArray[np.float32]
 
-# Steps for which elements are drawn at once: each draw costs as much as a step of a small model allows in all.
-_AHEAD = 32
+# Steps for which elements are drawn at once: a draw takes longer than a small model's step should. More takes memory.
+_AHEAD = 8
 
 
 class DriftSamples:
@@ -76,8 +76,8 @@ class DriftSamples:
             self._random.manual_seed(block)
             self._drawn, self._drawn_for = [self._draw(owner) for owner in range(self.owners)], block
             if self._alone is not None:
-                rows = torch.cat([where for where, _ in self._drawn], dim=1)
-                self._rows = rows.to(self._alone.device)
+                self._rows = torch.cat([where for where, _ in self._drawn], dim=1).to(self._alone.device)
+                self._drawn = []
         if self._alone is not None:
             self._where = self._rows[row]
             return

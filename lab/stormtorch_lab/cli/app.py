@@ -1,0 +1,33 @@
+"""The lab's commands, as the command `stormtorch` finds them."""
+
+from stormtorch.cli.terminal.helping import App
+from stormtorch_lab.cli import bench, lab, train
+from stormtorch_lab.cli.chaos import chaos
+from stormtorch_lab.cli.demo import demo
+from stormtorch_lab.cli.report import report
+from stormtorch_lab.cli.simulate import simulate
+from stormtorch_lab.cli.theory import theory
+
+_STUDY = "Measure and study"
+
+
+def add(app: App) -> None:
+    """Adds the lab's commands to the application."""
+    app.command(rich_help_panel="Use")(demo)
+    app.add_typer(
+        lab.app,
+        name="lab",
+        help="Virtual hosts whose network really loses, limits and delays packets.",
+        rich_help_panel=_STUDY,
+    )
+    app.add_typer(
+        bench.app, name="bench", help="Measure stormtorch beside gloo, in the same run.", rich_help_panel=_STUDY
+    )
+    app.add_typer(
+        train.app,
+        name="train",
+        help="Train real models over networks that lose, policies side by side.",
+        rich_help_panel=_STUDY,
+    )
+    for command in (simulate, theory, chaos, report):
+        app.command(rich_help_panel=_STUDY)(command)
