@@ -43,7 +43,7 @@ def typed(**options: Any) -> LossModel:
 
 
 def test_help_answers_without_torch_and_lists_what_exists() -> None:
-    code = "import sys; from stormtorch import cli, simulation; sys.exit('torch' in sys.modules)"
+    code = "import sys, stormtorch_lab.cli.app, stormtorch_lab.simulation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
     code_, text = call("simulate", "--help")
     assert code_ == 0
