@@ -15,7 +15,7 @@ from stormtorch_lab.studies.chaos.settings import ChaosSettings
 
 pytestmark = pytest.mark.lab
 MakeLab = Callable[..., Lab]
-COMMAND = (sys.executable, "-ISs", str(Path(__file__).parents[2] / "helpers" / "chaos_steps.py"))
+COMMAND = (sys.executable, "-ISs", str(Path(__file__).parents[3] / "tests" / "helpers" / "chaos_steps.py"))
 
 
 def steps_between(drill: Drill, host: int, begin: float, end: float) -> int:

@@ -18,7 +18,7 @@ from stormtorch_lab.netns.running import Line
 
 pytestmark = pytest.mark.lab
 MakeLab = Callable[..., Lab]
-TRAFFIC = str(Path(__file__).parents[2] / "helpers" / "lab_traffic.py")
+TRAFFIC = str(Path(__file__).parents[3] / "tests" / "helpers" / "lab_traffic.py")
 
 
 def exchanged(

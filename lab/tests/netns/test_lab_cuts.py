@@ -14,7 +14,7 @@ from stormtorch_lab.netns import HostLine, Lab, between, both_ways
 
 pytestmark = pytest.mark.lab
 MakeLab = Callable[..., Lab]
-TRAFFIC = str(Path(__file__).parents[2] / "helpers" / "lab_traffic.py")
+TRAFFIC = str(Path(__file__).parents[3] / "tests" / "helpers" / "lab_traffic.py")
 KINDS = [pytest.param({}, id="kernel"), pytest.param({"delay": "1ms"}, id="relay")]
 
 
