@@ -65,4 +65,4 @@ class CommandFailed(RuntimeError):
     """What ends a command with one message and exit code 1."""
 
     details = ""
-    """What is shown before the message, as a traceback of a rank."""
+    """Text that the command prints before the error message, such as the traceback of a failed rank."""

@@ -355,4 +355,4 @@ SHOWN: dict[str, Callable[[], Show]] = {
 }
 """By the function in `stormtorch.cli` that makes a table: what shows it. The test finds functions that are missing."""
 LEAVE_OUT = (_watch,)
-"""Those that leave columns out where there is no room."""
+"""Tables that may leave out columns in a narrow terminal: those of `watch`."""

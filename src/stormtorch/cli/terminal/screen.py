@@ -154,7 +154,7 @@ class _Need(NamedTuple):
 
     least: int
     broken: int
-    """The same with a heading that is broken at its spaces."""
+    """Width that the column needs if its heading is broken at spaces."""
     best: int
 
 
