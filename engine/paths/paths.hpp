@@ -14,7 +14,7 @@
 
 #include "base/clock.hpp"
 #include "link/link.hpp"
-#include "link/rate_control.hpp"
+#include "congestion/rate_control.hpp"
 #include "paths/path_mtu.hpp"
 #include "paths/routes.hpp"
 #include "wire/pieces.hpp"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "link/rate_control.hpp"
+#include "congestion/rate_control.hpp"
 
 namespace storm::check {
 

@@ -27,8 +27,8 @@ from stormtorch.collectives import Group
 from stormtorch.exchange.options import Options
 from stormtorch.joining.rendezvous import connect
 from stormtorch.network.faults import faults
-from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
+from stormtorch.telemetry.ledger import Row
 from stormtorch_lab import simulate
 from stormtorch_lab.jobs.gloo import gloo_group
 from stormtorch_lab.jobs.ranks import Member, run_ranks

@@ -11,8 +11,8 @@ from stormtorch.reliability import EXACT, LOSSY, REPAIRED, Reliability
 
 if TYPE_CHECKING:
     from stormtorch.backend import use_as_default
-    from stormtorch.backend.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
-    from stormtorch.backend.quantised import quantise
+    from stormtorch.backend.hooks.lossy import LossyGradients, lossy_hook, lossy_reduce_scatter
+    from stormtorch.backend.hooks.quantised import quantise
     from stormtorch.collectives.joining import join
     from stormtorch.data.elastic_sampler import ElasticSampler
     from stormtorch.joining.etcd import EtcdStore
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
         SparseDiLoCo,
         StreamingDiLoCo,
     )
-    from stormtorch.policies.ledger import Ledger
     from stormtorch.runtime.memory.norms import clip_grad_norm_
     from stormtorch.runtime.prepare import exact, no_sync, prepare
     from stormtorch.runtime.rank.pruning import prune
+    from stormtorch.telemetry.ledger import Ledger
     from stormtorch.udp.leaving import leave
 
 __version__ = version("stormtorch")
@@ -45,8 +45,8 @@ _PLACES = {
     "EtcdStore": "joining.etcd",
     "Gossip": "policies",
     "GradientAveraging": "policies",
-    "Ledger": "policies.ledger",
-    "LossyGradients": "backend.lossy",
+    "Ledger": "telemetry.ledger",
+    "LossyGradients": "backend.hooks.lossy",
     "ModelAveraging": "policies",
     "OwnerPolicy": "policies",
     "Policy": "policies",
@@ -58,12 +58,12 @@ _PLACES = {
     "exact": "runtime.prepare",
     "join": "collectives.joining",
     "leave": "udp.leaving",
-    "lossy_hook": "backend.lossy",
-    "lossy_reduce_scatter": "backend.lossy",
+    "lossy_hook": "backend.hooks.lossy",
+    "lossy_reduce_scatter": "backend.hooks.lossy",
     "no_sync": "runtime.prepare",
     "prepare": "runtime.prepare",
     "prune": "runtime.rank.pruning",
-    "quantise": "backend.quantised",
+    "quantise": "backend.hooks.quantised",
     "use_as_default": "backend",
 }
 

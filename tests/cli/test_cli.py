@@ -11,8 +11,8 @@ from commands import ENVIRONMENT, STORMTORCH, call, ranks_left
 from stormtorch import Options, __version__
 from stormtorch_lab.bench import replicas
 from stormtorch_lab.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
-from stormtorch_lab.bench.colocate import TRAININGS
-from stormtorch_lab.bench.finding import MANNERS
+from stormtorch_lab.bench.services.colocate import TRAININGS
+from stormtorch_lab.bench.sharing.finding import MANNERS
 from stormtorch_lab.bench.suite import PARTS
 from stormtorch_lab.cli.plots.train import COLOURS
 from stormtorch_lab.cli.terminal import choices

@@ -8,7 +8,7 @@ from conftest import World, local_world, simulated
 
 from stormtorch import Reliability
 from stormtorch.collectives import Group, Op, all_reduce_on_grids, reduce, reduce_scatter_on_grids
-from stormtorch.collectives.grid import GRIDS
+from stormtorch.collectives.formats.grid import GRIDS
 from stormtorch.collectives.wire import Wire
 from stormtorch.exchange.exchange import Transport
 

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormtorch.collectives import Group, objects
+from stormtorch.collectives import Group
+from stormtorch.collectives.base import objects
 from stormtorch.exchange.simulated import SimulatedNetwork, SimulatedTransport
 
 pytestmark = pytest.mark.pure

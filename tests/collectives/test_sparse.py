@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormtorch.collectives.sparse import Sparse, SparseWire
+from stormtorch.collectives.formats.sparse import Sparse, SparseWire
 
 pytestmark = pytest.mark.pure
 

@@ -15,7 +15,7 @@ from stormtorch.collectives import Group
 from stormtorch.joining.reception import Reception
 from stormtorch_lab.netns import Lab
 from stormtorch_lab.netns.fixtures import lab_or_skip
-from stormtorch_lab.netns.wires import DEVICE, address
+from stormtorch_lab.netns.links.wires import DEVICE, address
 
 
 def test_rank_returns_after_more_than_65535_attempts(monkeypatch: pytest.MonkeyPatch) -> None:

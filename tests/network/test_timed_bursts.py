@@ -21,7 +21,7 @@ from stormtorch.network.loss import (
     Trace,
     loss_in_bursts,
 )
-from stormtorch_lab.simulation.masks import Masks
+from stormtorch_lab.simulation.arrivals.masks import Masks
 from stormtorch_lab.studies.settings import LmSettings, SimSettings
 
 pytestmark = pytest.mark.pure

@@ -9,8 +9,8 @@ import torch
 from stormtorch import theory
 from stormtorch.network.loss import Bernoulli
 from stormtorch.reliability import Reliability
-from stormtorch_lab.simulation.masks import Masks
-from stormtorch_lab.simulation.repair import arrived
+from stormtorch_lab.simulation.arrivals.masks import Masks
+from stormtorch_lab.simulation.arrivals.repair import arrived
 
 pytestmark = pytest.mark.pure
 

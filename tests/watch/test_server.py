@@ -14,11 +14,11 @@ import pytest
 
 from records import told
 from stormtorch.telemetry.records import line_of
-from stormtorch.watch import pages, server
-from stormtorch.watch.guard import Guard
-from stormtorch.watch.server import listen, server_of
 from stormtorch.watch.sources import FolderSource
 from stormtorch.watch.watcher import Watcher
+from stormtorch.watch.web import pages, server
+from stormtorch.watch.web.guard import Guard
+from stormtorch.watch.web.server import listen, server_of
 
 
 @dataclass

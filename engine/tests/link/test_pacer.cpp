@@ -2,8 +2,8 @@
 #include <cstdint>
 
 #include "check.hpp"
-#include "link/pacer.hpp"
-#include "link/rate_control.hpp"
+#include "congestion/pacer.hpp"
+#include "congestion/rate_control.hpp"
 
 using namespace storm;
 

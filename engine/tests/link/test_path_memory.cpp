@@ -1,5 +1,5 @@
 #include "check.hpp"
-#include "link/path_memory.hpp"
+#include "congestion/path_memory.hpp"
 
 using namespace storm;
 

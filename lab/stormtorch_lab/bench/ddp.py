@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from stormtorch.checks import BadSetting, check_between, check_subset
-from stormtorch.collectives.grid import GRIDS
+from stormtorch.collectives.formats.grid import GRIDS
 from stormtorch.telemetry.progress import Advance, ignore_progress
 from stormtorch.telemetry.statistics import median
 from stormtorch.theory.shards import HostSpeed, ShardTimes

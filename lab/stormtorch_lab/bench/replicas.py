@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from stormtorch.backend.lossy import LossyGradients, lossy_hook
+from stormtorch.backend.hooks.lossy import LossyGradients, lossy_hook
 from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.exchange.options import Options
 from stormtorch.policies import BoundedDrift, RankPolicy
-from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.prepare import prepare
 from stormtorch.runtime.session.session import sessions_of
+from stormtorch.telemetry.ledger import Ledger
 from stormtorch.udp.udp import UdpTransport
 from stormtorch_lab.bench.backends import chosen_tcp
 from stormtorch_lab.bench.tcp import opened_by

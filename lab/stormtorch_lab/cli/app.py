@@ -1,7 +1,8 @@
 """The lab's commands, as the command `stormtorch` finds them."""
 
 from stormtorch.cli.terminal.helping import App
-from stormtorch_lab.cli import bench, lab, train
+from stormtorch_lab.cli import lab, train
+from stormtorch_lab.cli.benches import exchanges
 from stormtorch_lab.cli.chaos import chaos
 from stormtorch_lab.cli.demo import demo
 from stormtorch_lab.cli.report import report
@@ -21,7 +22,7 @@ def add(app: App) -> None:
         rich_help_panel=_STUDY,
     )
     app.add_typer(
-        bench.app, name="bench", help="Measure stormtorch beside gloo, in the same run.", rich_help_panel=_STUDY
+        exchanges.app, name="bench", help="Measure stormtorch beside gloo, in the same run.", rich_help_panel=_STUDY
     )
     app.add_typer(
         train.app,

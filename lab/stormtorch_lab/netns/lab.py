@@ -33,17 +33,12 @@ from stormtorch_lab.netns.access import (
     has_netem,
     tool,
 )
-from stormtorch_lab.netns.cable import CableNetwork
 from stormtorch_lab.netns.conditions import MOST_HOSTS, Conditions
-from stormtorch_lab.netns.measured import LinkCount, Measured
-from stormtorch_lab.netns.namespaces import Holder, send_inside
-from stormtorch_lab.netns.nat import Router, private_address
-from stormtorch_lab.netns.paths import FurtherPaths, check_paths
-from stormtorch_lab.netns.probing import probe_words, run_probes
-from stormtorch_lab.netns.registry import Registration
-from stormtorch_lab.netns.relay import RelayNetwork
-from stormtorch_lab.netns.running import Line, run_everywhere
-from stormtorch_lab.netns.wires import (
+from stormtorch_lab.netns.links.cable import CableNetwork
+from stormtorch_lab.netns.links.nat import Router, private_address
+from stormtorch_lab.netns.links.paths import FurtherPaths, check_paths
+from stormtorch_lab.netns.links.relay import RelayNetwork
+from stormtorch_lab.netns.links.wires import (
     DEVICE,
     MANAGEMENT_DEVICE,
     KernelNetwork,
@@ -53,6 +48,11 @@ from stormtorch_lab.netns.wires import (
     make_bridge,
     management_address,
 )
+from stormtorch_lab.netns.measured import LinkCount, Measured
+from stormtorch_lab.netns.namespaces import Holder, send_inside
+from stormtorch_lab.netns.probing import probe_words, run_probes
+from stormtorch_lab.netns.registry import Registration
+from stormtorch_lab.netns.running import Line, run_everywhere
 
 MASTER_PORT = 29500
 

@@ -11,13 +11,13 @@ from stormtorch.checks import BadSetting
 from stormtorch.network.loss import SlowBackward
 from stormtorch.policies import rules
 from stormtorch.policies.guard import LossMeter
-from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch_lab.simulation.coded import CodedMasks, Counts
-from stormtorch_lab.simulation.masks import Masks
-from stormtorch_lab.simulation.repair import arrived
+from stormtorch.telemetry.ledger import Row
+from stormtorch_lab.simulation.arrivals.coded import CodedMasks, Counts
+from stormtorch_lab.simulation.arrivals.masks import Masks
+from stormtorch_lab.simulation.arrivals.repair import arrived
 from stormtorch_lab.simulation.setting import Setting
 
 

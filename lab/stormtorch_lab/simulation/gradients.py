@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from stormtorch_lab.simulation.chunks import Chunks
-from stormtorch_lab.simulation.personal import Personal
+from stormtorch_lab.simulation.parameters.chunks import Chunks
+from stormtorch_lab.simulation.parameters.personal import Personal
 from stormtorch_lab.simulation.processes import Processes
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stormtorch.policies.ledger import Ledger
+from stormtorch.telemetry.ledger import Ledger
 
 
 @dataclass(frozen=True)

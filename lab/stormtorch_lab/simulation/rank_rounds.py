@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from stormtorch.policies import rules
-from stormtorch.policies.ledger import Row, links_of
 from stormtorch.policies.memory import Memory, Store
 from stormtorch.policies.policy import applied, overrides
 from stormtorch.policies.rank_policy import RankPolicy, remembers, with_rank
+from stormtorch.telemetry.ledger import Row, links_of
 from stormtorch_lab.simulation.exchanges import Exchanges
 from stormtorch_lab.simulation.links import LinkLosses
 from stormtorch_lab.simulation.setting import Setting

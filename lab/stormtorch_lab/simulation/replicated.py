@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stormtorch.policies.ledger import Row
 from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch.telemetry.ledger import Row
 from stormtorch_lab.simulation.rank_rounds import RankRounds, Round
 from stormtorch_lab.simulation.setting import MakeOptimizer, Setting
 from stormtorch_lab.simulation.workers import Evaluate, Workers, judge_each

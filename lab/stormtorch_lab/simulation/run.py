@@ -19,15 +19,15 @@ from stormtorch.checks import check
 from stormtorch.collectives.wire import Wire
 from stormtorch.network.loss import Bernoulli, LossModel
 from stormtorch.policies import BoundedDrift
-from stormtorch.policies.ledger import Row
 from stormtorch.policies.personal_parts import check_parts, names_of
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
+from stormtorch.telemetry.ledger import Row
 from stormtorch_lab.simulation.checkpoints import Checkpoint, digest
-from stormtorch_lab.simulation.chunks import Chunks
 from stormtorch_lab.simulation.fit import fitting
 from stormtorch_lab.simulation.gradients import How, Loss, trained
 from stormtorch_lab.simulation.outcome import Simulated, Spot
+from stormtorch_lab.simulation.parameters.chunks import Chunks
 from stormtorch_lab.simulation.processes import Processes
 from stormtorch_lab.simulation.replicated import Replicated
 from stormtorch_lab.simulation.same_bits import same_bits

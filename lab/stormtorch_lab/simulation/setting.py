@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from stormtorch.collectives.grid import GRIDS
+from stormtorch.collectives.formats.grid import GRIDS
 from stormtorch.network.loss import LossModel
-from stormtorch_lab.simulation.chunks import Chunks
 from stormtorch_lab.simulation.gradients import Gradients, How, Loss, trained
+from stormtorch_lab.simulation.parameters.chunks import Chunks
+from stormtorch_lab.simulation.parameters.rounding import round_to_grids_
 from stormtorch_lab.simulation.processes import Processes
-from stormtorch_lab.simulation.rounding import round_to_grids_
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer for some parameters: `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`."""

@@ -12,12 +12,12 @@ from stormtorch.checks import BadSetting
 from stormtorch.network.loss import SlowBackward
 from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard, LossMeter
-from stormtorch.policies.ledger import Row, links_of
 from stormtorch.policies.memory import Store
 from stormtorch.policies.policy import OwnerPolicy, applied, overrides, takes
+from stormtorch.telemetry.ledger import Row, links_of
 from stormtorch_lab.simulation.exchanges import Exchanges
 from stormtorch_lab.simulation.links import LinkLosses
-from stormtorch_lab.simulation.replicas import MOST_VERSIONS, Copies, Replicas
+from stormtorch_lab.simulation.parameters.replicas import MOST_VERSIONS, Copies, Replicas
 from stormtorch_lab.simulation.setting import MakeOptimizer, Setting
 from stormtorch_lab.simulation.workers import Evaluate, Workers, judge_each
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stormtorch.policies.ledger import Row
+from stormtorch.telemetry.ledger import Row
 from stormtorch_lab.simulation.setting import Setting
 
 Evaluate = Callable[..., tuple[float, float]]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stormtorch.checks import BadSetting
-from stormtorch.policies.ledger import Ledger
+from stormtorch.telemetry.ledger import Ledger
 from stormtorch.telemetry.line_file import LineFile
 from stormtorch_lab.simulation.checkpoints import replacing
 from stormtorch_lab.simulation.processes import Processes

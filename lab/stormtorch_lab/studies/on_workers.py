@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from stormtorch.checks import BadSetting
-from stormtorch.policies.ledger import Row
+from stormtorch.telemetry.ledger import Row
 from stormtorch.telemetry.progress import Advance, ignore_progress
 from stormtorch.telemetry.statistics import mean, median
 from stormtorch_lab.jobs.surroundings import surroundings

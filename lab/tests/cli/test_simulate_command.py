@@ -290,7 +290,7 @@ def test_chunks_of_another_size_are_cut_anew() -> None:
 
 
 def test_a_link_that_loses_everything_cannot_keep_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stormtorch_lab.simulation.repair._PATIENCE", 20)
+    monkeypatch.setattr("stormtorch_lab.simulation.arrivals.repair._PATIENCE", 20)
     dead = PerLink(links={(0, 1): Bernoulli(p=1.0)})
     with pytest.raises(BadSetting, match="cannot be met: the network loses all") as caught:
         run_simulations(replace(SETTINGS, policies=("lead",), network=dead, budget=0.1))

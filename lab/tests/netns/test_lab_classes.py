@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from stormtorch_lab.netns import BadCondition, Conditions, Lab
+from stormtorch_lab.netns.links.wires import shape
 from stormtorch_lab.netns.measured import LineCount, Measured
-from stormtorch_lab.netns.wires import shape
 
 MakeLab = Callable[..., Lab]
 # Sends datagrams of 1,400 bytes with a DSCP at so many bits per second, for so many seconds.

@@ -15,7 +15,7 @@ from stormtorch.network.loss import Trace
 from stormtorch_lab.netns import BadCondition, Lab, LabError
 from stormtorch_lab.netns.access import has_netem
 from stormtorch_lab.netns.fixtures import lab_or_skip
-from stormtorch_lab.netns.relay import RelayNetwork
+from stormtorch_lab.netns.links.relay import RelayNetwork
 
 MakeLab = Callable[..., Lab]
 pytestmark = pytest.mark.lab

@@ -14,8 +14,8 @@ from simulating import Data, outcome, simulated, stacked
 from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging
 from stormtorch.policies.policy import Policy
 from stormtorch_lab.simulation import simulate
-from stormtorch_lab.simulation.chunks import Chunks
 from stormtorch_lab.simulation.gradients import Gradients
+from stormtorch_lab.simulation.parameters.chunks import Chunks
 from stormtorch_lab.simulation.setting import Reuse
 from training import (
     Llama,

@@ -17,8 +17,8 @@ from stormtorch.collectives import Group, all_gather
 from stormtorch.exchange.exchange import Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Shared, Stragglers, Trace
-from stormtorch_lab.simulation import masks as masks_module
-from stormtorch_lab.simulation.masks import Masks
+from stormtorch_lab.simulation.arrivals import masks as masks_module
+from stormtorch_lab.simulation.arrivals.masks import Masks
 
 pytestmark = pytest.mark.pure
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from stormtorch import theory
-from stormtorch.collectives.grid import GRIDS
+from stormtorch.collectives.formats.grid import GRIDS
 from stormtorch.policies import BoundedDrift
-from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Numbers
 from stormtorch.reliability import EXACT, Reliability
+from stormtorch.telemetry.ledger import Row
 from stormtorch.telemetry.statistics import mean
-from stormtorch_lab.simulation.rounding import round_to_grids_
+from stormtorch_lab.simulation.parameters.rounding import round_to_grids_
 from stormtorch_lab.simulation.run import simulate
 
 LOSSY = Reliability(budget=1.0)

@@ -14,13 +14,13 @@ from simulating import Data, outcome
 from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging, Reliability, theory
 from stormtorch.network.loss import Bernoulli, PerLink
 from stormtorch.policies import rules
-from stormtorch.policies.ledger import Ledger
 from stormtorch.policies.policy import Policy
+from stormtorch.telemetry.ledger import Ledger
 from stormtorch.telemetry.statistics import mean
-from stormtorch_lab.simulation.chunks import Chunks
-from stormtorch_lab.simulation.masks import Masks
-from stormtorch_lab.simulation.repair import arrived
-from stormtorch_lab.simulation.replicas import MOST_VERSIONS, Replicas
+from stormtorch_lab.simulation.arrivals.masks import Masks
+from stormtorch_lab.simulation.arrivals.repair import arrived
+from stormtorch_lab.simulation.parameters.chunks import Chunks
+from stormtorch_lab.simulation.parameters.replicas import MOST_VERSIONS, Replicas
 from training import Optimizer, Vector
 
 pytestmark = pytest.mark.pure

@@ -20,8 +20,8 @@ from full_disk import files_up_to
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging
 from stormtorch.checks import BadSetting
 from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Stragglers, Trace
-from stormtorch.policies.ledger import Packed
 from stormtorch.policies.policy import Policy
+from stormtorch.telemetry.ledger import Packed
 from stormtorch_lab import simulate
 from stormtorch_lab.simulation import Simulated, Spot
 from stormtorch_lab.simulation.checkpoints import digest

@@ -15,7 +15,7 @@ from stormtorch.collectives import Group, all_gather
 from stormtorch.exchange.exchange import Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.network.loss import GilbertElliott, Shared, Stragglers
-from stormtorch_lab.simulation.masks import Masks
+from stormtorch_lab.simulation.arrivals.masks import Masks
 
 pytestmark = pytest.mark.pure
 

@@ -16,9 +16,9 @@ from stormtorch.policies.policy import applied
 from stormtorch.reliability import Reliability
 from stormtorch.theory import Backward, layer_chances, layers_missed
 from stormtorch_lab import ADEL, SALF
+from stormtorch_lab.simulation.arrivals.masks import Masks
 from stormtorch_lab.simulation.checkpoints import digest
 from stormtorch_lab.simulation.exchanges import seconds_of
-from stormtorch_lab.simulation.masks import Masks
 from training import assert_close, assert_same, perceptron, plain, sgd
 
 pytestmark = pytest.mark.pure

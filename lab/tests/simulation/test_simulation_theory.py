@@ -14,8 +14,8 @@ from torch import nn
 from mask_statistics import within
 from simulating import Data, keep_trainings, outcome, replicas_of
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, _engine, theory
-from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
+from stormtorch.telemetry.ledger import Row
 from stormtorch.telemetry.statistics import mean
 from stormtorch_lab.simulation.run import DATAGRAM_BYTES
 from training import Optimizer, Vector

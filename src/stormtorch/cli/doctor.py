@@ -194,7 +194,7 @@ class _Show:
 
     def machine(self) -> int:
         from stormtorch.cli.tables.doctor import show_machine, wide_console
-        from stormtorch.doctor.machine import examine_machine
+        from stormtorch.doctor.host.machine import examine_machine
 
         findings = examine_machine()
         save(_writer({"findings": [each.to_json() for each in findings]}), self._json)

@@ -15,8 +15,8 @@ from stormtorch.checks import check_between
 from stormtorch.cli.console import check_file, friendly_errors, save
 
 if TYPE_CHECKING:
-    from stormtorch.watch.guard import Guard
     from stormtorch.watch.watcher import Watcher
+    from stormtorch.watch.web.guard import Guard
 
 _WEB, _FILES = "The web page", "Files"
 _PORT = 8420
@@ -150,7 +150,7 @@ def _watcher(job: str | None) -> "Watcher":
 
 def _write(watcher: "Watcher", files: list[Path], csv: Path | None) -> None:
     from stormtorch.watch.columns import as_csv
-    from stormtorch.watch.pages import report
+    from stormtorch.watch.web.pages import report
 
     data = watcher.snapshot()
     if data["state"] == "empty":
@@ -258,12 +258,12 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 def _serve(watcher: "Watcher", host: str, port: int | None) -> None:
     try:
-        from stormtorch.watch.server import listen, serve
+        from stormtorch.watch.web.server import listen, serve
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise typer.BadParameter(f"needs a web server: {_EXTRA}", param_hint="--web") from error
-    from stormtorch.watch.guard import Guard, is_loopback
+    from stormtorch.watch.web.guard import Guard, is_loopback
 
     try:
         try:

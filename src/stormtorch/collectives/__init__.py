@@ -17,8 +17,9 @@ Only floating-point tensors may lose, and of reductions only SUM and AVG that th
 
 from stormtorch.collectives.all_to_all import all_to_all
 from stormtorch.collectives.barrier import barrier
+from stormtorch.collectives.base.group import Group, Pending
+from stormtorch.collectives.base.ops import Op
 from stormtorch.collectives.gather import gather
-from stormtorch.collectives.group import Group, Pending
 from stormtorch.collectives.hierarchy import (
     all_gather,
     all_reduce,
@@ -27,7 +28,6 @@ from stormtorch.collectives.hierarchy import (
     reduce_scatter,
     reduce_scatter_on_grids,
 )
-from stormtorch.collectives.ops import Op
 from stormtorch.collectives.pair import receive, send
 from stormtorch.collectives.reduce import reduce
 from stormtorch.collectives.scatter import scatter

@@ -2,10 +2,10 @@
 
 import torch
 
-from stormtorch.collectives import ops
-from stormtorch.collectives.group import Group, Pending, Steps, nothing
-from stormtorch.collectives.ops import Op
-from stormtorch.collectives.spans import address, shards, size
+from stormtorch.collectives.base import ops
+from stormtorch.collectives.base.group import Group, Pending, Steps, nothing
+from stormtorch.collectives.base.ops import Op
+from stormtorch.collectives.base.spans import address, shards, size
 from stormtorch.exchange.exchange import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
 from stormtorch.reliability import EXACT, Reliability
 

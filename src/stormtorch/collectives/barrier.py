@@ -1,6 +1,6 @@
 """Barrier: no rank continues before all ranks have arrived."""
 
-from stormtorch.collectives.group import Group, Pending, Steps
+from stormtorch.collectives.base.group import Group, Pending, Steps
 from stormtorch.exchange.exchange import Plan, Receive, Send
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from stormtorch.collectives.group import Group, Pending, Steps
-from stormtorch.collectives.spans import address, check_lossy, shards, size
+from stormtorch.collectives.base.group import Group, Pending, Steps
+from stormtorch.collectives.base.spans import address, check_lossy, shards, size
 from stormtorch.exchange.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
 from stormtorch.reliability import EXACT, Reliability
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from stormtorch.collectives.group import Group, Pending, Steps
-from stormtorch.collectives.spans import address, check_lossy, check_same, size
+from stormtorch.collectives.base.group import Group, Pending, Steps
+from stormtorch.collectives.base.spans import address, check_lossy, check_same, size
 from stormtorch.exchange.exchange import Plan, Receive, Send
 from stormtorch.reliability import EXACT, Reliability
 

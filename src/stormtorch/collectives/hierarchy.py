@@ -13,17 +13,17 @@ from functools import partial, wraps
 
 import torch
 
-from stormtorch.collectives import ops
 from stormtorch.collectives.all_gather import all_gather as flat_all_gather
 from stormtorch.collectives.all_reduce import all_reduce as flat_all_reduce
+from stormtorch.collectives.base import ops
+from stormtorch.collectives.base.group import Group, Islands, Pending
+from stormtorch.collectives.base.ops import Op
+from stormtorch.collectives.base.spans import address, shards, size
 from stormtorch.collectives.broadcast import broadcast as flat_broadcast
-from stormtorch.collectives.grid import all_reduce_on_grids as flat_all_reduce_on_grids
-from stormtorch.collectives.grid import reduce_scatter_on_grids as flat_reduce_scatter_on_grids
-from stormtorch.collectives.group import Group, Islands, Pending
-from stormtorch.collectives.ops import Op
+from stormtorch.collectives.formats.grid import all_reduce_on_grids as flat_all_reduce_on_grids
+from stormtorch.collectives.formats.grid import reduce_scatter_on_grids as flat_reduce_scatter_on_grids
 from stormtorch.collectives.pipeline import Piece, Pipeline
 from stormtorch.collectives.reduce_scatter import reduce_scatter as flat_reduce_scatter
-from stormtorch.collectives.spans import address, shards, size
 from stormtorch.reliability import EXACT, Reliability
 
 # Below this size, the additional exchanges inside a machine take as long as the bytes that they save.

@@ -1,6 +1,6 @@
 """`join`: coming into a running job as a rank beyond those of its start."""
 
-from stormtorch.collectives.group import Group
+from stormtorch.collectives.base.group import Group
 from stormtorch.exchange.options import Options
 from stormtorch.joining.newcomer import come_in
 from stormtorch.udp.addresses import addresses

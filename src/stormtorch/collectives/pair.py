@@ -2,8 +2,8 @@
 
 import torch
 
-from stormtorch.collectives.group import Group, Pending, Steps
-from stormtorch.collectives.spans import address, check_lossy, size
+from stormtorch.collectives.base.group import Group, Pending, Steps
+from stormtorch.collectives.base.spans import address, check_lossy, size
 from stormtorch.exchange.exchange import Plan, Receive, Send
 from stormtorch.reliability import EXACT, Reliability
 

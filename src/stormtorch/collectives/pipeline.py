@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stormtorch.collectives.group import Pending
+from stormtorch.collectives.base.group import Pending
 from stormtorch.errors import Closed, StormError
 from stormtorch.exchange.exchange import Arrival
 

@@ -3,9 +3,9 @@
 import torch
 
 from stormtorch.collectives import hierarchy
-from stormtorch.collectives.grid import GRIDS
-from stormtorch.collectives.group import Group, Pending
-from stormtorch.collectives.ops import Op
+from stormtorch.collectives.base.group import Group, Pending
+from stormtorch.collectives.base.ops import Op
+from stormtorch.collectives.formats.grid import GRIDS
 from stormtorch.reliability import EXACT, Reliability
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16, *GRIDS)

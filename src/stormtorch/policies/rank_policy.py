@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from stormtorch.checks import check
-from stormtorch.collectives.sparse import Sparse
+from stormtorch.collectives.formats.sparse import Sparse
 from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers, Policy, overrides
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from stormtorch.checks import check
-from stormtorch.collectives.sparse import Sparse
+from stormtorch.collectives.formats.sparse import Sparse
 from stormtorch.policies.memory import NOBODY, Memory
 from stormtorch.policies.policy import Numbers
 from stormtorch.policies.rank_policy import RankPolicy

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stormtorch import BoundedDrift, Options, theory
-from stormtorch.collectives.grid import GRIDS
+from stormtorch.collectives.formats.grid import GRIDS
 from stormtorch.telemetry.statistics import mean
 from training import (
     WORLD,

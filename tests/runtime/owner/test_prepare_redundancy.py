@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stormtorch import LOSSY, BoundedDrift, Options, theory
-from stormtorch.policies.ledger import Row
+from stormtorch.telemetry.ledger import Row
 from stormtorch.telemetry.statistics import mean
 from training import Rank, Vector, on_ranks
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from stormtorch import EXACT, LOSSY, ModelAveraging, Policy, RankPolicy
-from stormtorch.collectives.spans import shards
-from stormtorch.collectives.sparse import Sparse
+from stormtorch.collectives.base.spans import shards
+from stormtorch.collectives.formats.sparse import Sparse
 from stormtorch.policies import DiLoCo, Gossip, SparseDiLoCo, StreamingDiLoCo
 from stormtorch_lab import LightDp
 from stormtorch_lab.policies import AREA, MIFA

@@ -15,9 +15,9 @@ from conftest import local_world
 from test_recorder import train
 
 from stormtorch import BoundedDrift
-from stormtorch.policies.ledger import Ledger, Row
 from stormtorch.runtime.recording import metrics_server, recorder
 from stormtorch.runtime.recording.metrics_server import MetricsServer
+from stormtorch.telemetry.ledger import Ledger, Row
 from stormtorch.udp.udp import UdpTransport
 
 

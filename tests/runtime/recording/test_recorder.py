@@ -19,12 +19,12 @@ from torch import nn
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, faults, prepare
 from stormtorch.collectives import Group
 from stormtorch.exchange.simulated import SimulatedNetwork
-from stormtorch.policies.ledger import Ledger, Row
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.recording import record_making, recorder
 from stormtorch.runtime.recording.record_file import RecordFile
 from stormtorch.runtime.recording.status import status_text
 from stormtorch.telemetry import line_file
+from stormtorch.telemetry.ledger import Ledger, Row
 from stormtorch.telemetry.record_files import Folder, read_run
 from stormtorch.telemetry.records import Record, Who
 from stormtorch.udp import leaving

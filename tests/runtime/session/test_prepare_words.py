@@ -22,8 +22,8 @@ from torch import nn
 import stormtorch
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging
 from stormtorch.collectives import Group, barrier
-from stormtorch.policies.ledger import Ledger, Row
 from stormtorch.policies.policy import Policy
+from stormtorch.telemetry.ledger import Ledger, Row
 from stormtorch.udp.udp import UdpTransport
 from training import EXACTLY, Rank, adamw, on_ranks, perceptron, sgd, vectors
 

@@ -9,7 +9,7 @@ from stormtorch_lab.cli.plots.labels import label_ends
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from stormtorch_lab.bench.colocate_results import ColocateReport, Row
+    from stormtorch_lab.bench.services.colocate_results import ColocateReport, Row
 
 _COLOURS = {
     "model-averaging": "#d9480f",

@@ -8,7 +8,7 @@ from stormtorch.cli.terminal.screen import new_table
 from stormtorch.telemetry.text import loss_text, rate_text, ratio_text, time_text
 
 if TYPE_CHECKING:
-    from stormtorch_lab.bench.colocate_results import ColocateReport
+    from stormtorch_lab.bench.services.colocate_results import ColocateReport
 
 
 def colocate_table(report: "ColocateReport") -> Table:

@@ -9,7 +9,7 @@ import torch
 
 import stormtorch._engine as _engine
 from stormtorch.checks import BadSetting, check, check_between
-from stormtorch.collectives.spans import shards
+from stormtorch.collectives.base.spans import shards
 from stormtorch.exchange.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
 from stormtorch.exchange.options import Options
 from stormtorch.exchange.simulated import core_settings

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from stormtorch import collectives
-from stormtorch.collectives import Group, Pending, objects
+from stormtorch.collectives import Group, Pending
+from stormtorch.collectives.base import objects
 from stormtorch.runtime.handover.reports import ShardReport
 from stormtorch.runtime.members.beside import Beside, Path
 from stormtorch.runtime.memory import fingerprints

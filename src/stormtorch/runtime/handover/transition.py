@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from stormtorch.collectives import Group, objects
+from stormtorch.collectives import Group
+from stormtorch.collectives.base import objects
 from stormtorch.errors import StormError
 from stormtorch.runtime.handover.moves import Cut, Move, Source, orphans, plan_moves
 from stormtorch.runtime.memory import fingerprints

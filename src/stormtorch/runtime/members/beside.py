@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from stormtorch.collectives.objects import pack, unpack
+from stormtorch.collectives.base.objects import pack, unpack
 
 _MOST_BYTES = 1 << 20
 _DEPTH = 6

@@ -15,7 +15,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group
-from stormtorch.collectives.objects import pack, unpack
+from stormtorch.collectives.base.objects import pack, unpack
 from stormtorch.errors import StormError
 from stormtorch.exchange.waiting import doing
 from stormtorch.runtime.members.membership import Membership, View

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stormtorch.collectives.spans import shards
+from stormtorch.collectives.base.spans import shards
 
 # Every parameter begins at a multiple of this, as a tensor of its own would.
 _ALIGNMENT_BYTES = 64

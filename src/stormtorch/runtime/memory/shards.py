@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stormtorch.collectives import Group, objects
+from stormtorch.collectives import Group
+from stormtorch.collectives.base import objects
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.holdings import Holding, State
 from stormtorch.runtime.memory.layout import Piece

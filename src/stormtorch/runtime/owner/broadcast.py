@@ -9,7 +9,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
-from stormtorch.collectives.group import Islands
+from stormtorch.collectives.base.group import Islands
 from stormtorch.collectives.wire import Wire, narrower
 from stormtorch.exchange.exchange import Arrival
 from stormtorch.policies import rules

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from stormtorch.collectives.wire import element_bytes, narrower
-from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import OwnerPolicy
 from stormtorch.runtime.handover.moves import Cut
 from stormtorch.runtime.handover.reports import Report
@@ -15,6 +14,7 @@ from stormtorch.runtime.memory.layout import Layout, recut
 from stormtorch.runtime.owner.feedback import Feedback
 from stormtorch.runtime.owner.shares import Parts, Shares, Speedometer, by_machine, speed_of, told_speed, words_of
 from stormtorch.runtime.session.session import Session
+from stormtorch.telemetry.ledger import Row
 
 
 class Cutting:

@@ -10,7 +10,6 @@ import torch
 from stormtorch import theory
 from stormtorch.policies import rules
 from stormtorch.policies.guard import Guard
-from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.runtime.handover.reports import Report, ShardReport
 from stormtorch.runtime.memory.scaling import Scale
@@ -19,6 +18,7 @@ from stormtorch.runtime.owner.protection import Protection
 from stormtorch.runtime.owner.reduction import Reduction
 from stormtorch.runtime.owner.shares import Speed
 from stormtorch.runtime.session.rounds import Rounds
+from stormtorch.telemetry.ledger import Row
 
 Flags = list[list[torch.Tensor] | None]
 """Flags of chunks for each rank, bucket by bucket; None where a rank has none."""

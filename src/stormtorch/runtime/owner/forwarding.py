@@ -15,7 +15,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Pending
-from stormtorch.collectives.group import Islands
+from stormtorch.collectives.base.group import Islands
 from stormtorch.collectives.wire import Wire
 from stormtorch.exchange.exchange import Arrival
 from stormtorch.reliability import Reliability

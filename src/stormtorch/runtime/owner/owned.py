@@ -9,7 +9,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group
-from stormtorch.collectives.objects import complete
+from stormtorch.collectives.base.objects import complete
 from stormtorch.exchange.exchange import Arrival
 from stormtorch.runtime.members.calls import OPTIMIZER_STATE
 from stormtorch.runtime.members.prepared import plain_state

@@ -8,7 +8,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
-from stormtorch.collectives.group import Islands
+from stormtorch.collectives.base.group import Islands
 from stormtorch.collectives.wire import Wire, narrower
 from stormtorch.policies.bounded_drift import BoundedDrift
 from stormtorch.policies.memory import Store

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stormtorch.backend import within_step
 from stormtorch.backend.within_step import CalledWithinStep
-from stormtorch.collectives.objects import pack, unpack
+from stormtorch.collectives.base.objects import pack, unpack
 
 _STAND_INS = 6
 """Most parameters in the trial."""

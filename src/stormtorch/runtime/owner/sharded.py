@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from stormtorch.collectives import Group, objects
-from stormtorch.collectives.group import Islands
+from stormtorch.collectives import Group
+from stormtorch.collectives.base import objects
+from stormtorch.collectives.base.group import Islands
 from stormtorch.collectives.hierarchy import pays
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.exchange.waiting import BACKWARD, doing, is_elsewhere
-from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.reliability import REPAIRED
 from stormtorch.runtime.handover.moves import Cut
@@ -45,6 +45,7 @@ from stormtorch.runtime.session.relays import Relays
 from stormtorch.runtime.session.rounds import Rounds
 from stormtorch.runtime.session.session import Session
 from stormtorch.staging.order import Order
+from stormtorch.telemetry.ledger import Row
 
 _log = logging.getLogger("stormtorch")
 T = TypeVar("T")

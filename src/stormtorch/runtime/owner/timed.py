@@ -27,7 +27,6 @@ from torch import nn
 
 from stormtorch.collectives import Group
 from stormtorch.errors import Closed, StormError
-from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import OwnerPolicy
 from stormtorch.runtime.handover.reports import Report
 from stormtorch.runtime.handover.standby import plain_step
@@ -36,6 +35,7 @@ from stormtorch.runtime.memory.holdings import Holding
 from stormtorch.runtime.memory.norms import Clip
 from stormtorch.runtime.owner.deadlines import Chances, Deadlines
 from stormtorch.runtime.owner.sharded import ShardedSession
+from stormtorch.telemetry.ledger import Row
 
 _log = logging.getLogger("stormtorch")
 T = TypeVar("T")

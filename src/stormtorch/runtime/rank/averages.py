@@ -10,7 +10,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
-from stormtorch.collectives.sparse import SparseWire
+from stormtorch.collectives.formats.sparse import SparseWire
 from stormtorch.collectives.wire import Wire, narrower
 from stormtorch.exchange.exchange import Arrival
 from stormtorch.policies import rules

@@ -10,14 +10,15 @@ import time
 import torch
 from torch import nn
 
-from stormtorch.collectives import Group, objects
-from stormtorch.policies.ledger import Row
+from stormtorch.collectives import Group
+from stormtorch.collectives.base import objects
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime.members.calls import EXACT_MODEL
 from stormtorch.runtime.members.prepared import trained
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.gradients import GradientCollector
 from stormtorch.runtime.rank.replicated import ReplicatedSession
+from stormtorch.telemetry.ledger import Row
 
 _log = logging.getLogger("stormtorch")
 

@@ -15,7 +15,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op
-from stormtorch.collectives.objects import complete
+from stormtorch.collectives.base.objects import complete
 from stormtorch.policies.memory import Memory, Store
 from stormtorch.policies.rank_policy import RankPolicy, remembers
 from stormtorch.runtime.handover.moves import Cut, Move, Source, orphans, plan_moves

@@ -10,7 +10,7 @@ from torch import nn
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
-from stormtorch.collectives.objects import complete
+from stormtorch.collectives.base.objects import complete
 from stormtorch.errors import Interrupted
 from stormtorch.exchange.waiting import doing
 from stormtorch.policies.rank_policy import RankPolicy

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stormtorch.checks import check
-from stormtorch.collectives import objects
+from stormtorch.collectives.base import objects
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.exchange.waiting import doing
 from stormtorch.policies.policy import OwnerPolicy

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from stormtorch import collectives
-from stormtorch.collectives import Group, Pending, objects
+from stormtorch.collectives import Group, Pending
+from stormtorch.collectives.base import objects
 from stormtorch.errors import Interrupted, StormError
-from stormtorch.policies.ledger import Row
 from stormtorch.policies.memory import Store
 from stormtorch.policies.policy import overrides
 from stormtorch.policies.rank_policy import RankPolicy
@@ -29,6 +29,7 @@ from stormtorch.runtime.session.drift_samples import apart
 from stormtorch.runtime.session.rounds import Rounds
 from stormtorch.runtime.session.session import Session
 from stormtorch.staging.order import Order
+from stormtorch.telemetry.ledger import Row
 
 _log = logging.getLogger("stormtorch")
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from stormtorch.collectives import Group
-from stormtorch.policies.ledger import Ledger, Row
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.members.membership import View
+from stormtorch.telemetry.ledger import Ledger, Row
 from stormtorch.telemetry.records import VERSION, Record
 from stormtorch.telemetry.statistics import mean
 

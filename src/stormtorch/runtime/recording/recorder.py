@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from stormtorch.errors import StormError
-from stormtorch.policies.ledger import Row
 from stormtorch.runtime.recording import record_making as making
 from stormtorch.runtime.recording.metrics_server import VARIABLE as METRICS_VARIABLE
 from stormtorch.runtime.recording.metrics_server import MetricsServer
 from stormtorch.runtime.recording.record_file import RecordFile
 from stormtorch.runtime.recording.record_making import Recorded
 from stormtorch.runtime.recording.status import status_text
+from stormtorch.telemetry.ledger import Row
 from stormtorch.telemetry.records import Record, Who, line_of
 
 _log = logging.getLogger("stormtorch")

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op
-from stormtorch.collectives.objects import complete
+from stormtorch.collectives.base.objects import complete
 from stormtorch.runtime.memory.personal import personal_buffers
 
 

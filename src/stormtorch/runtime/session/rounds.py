@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stormtorch.collectives import Group, Pending
-from stormtorch.policies.ledger import Row
 from stormtorch.policies.policy import Policy
 from stormtorch.reliability import EXACT
 from stormtorch.runtime.handover.reports import Report, Reports
@@ -21,6 +20,7 @@ from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.session.drift_samples import DriftSamples
 from stormtorch.runtime.session.losses import Losses
 from stormtorch.runtime.session.session import Session
+from stormtorch.telemetry.ledger import Row
 
 _log = logging.getLogger("stormtorch")
 

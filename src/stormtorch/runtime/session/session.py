@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from stormtorch import collectives
-from stormtorch.collectives import Group, objects
-from stormtorch.collectives.group import Islands
-from stormtorch.collectives.objects import complete
+from stormtorch.collectives import Group
+from stormtorch.collectives.base import objects
+from stormtorch.collectives.base.group import Islands
+from stormtorch.collectives.base.objects import complete
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.exchange.waiting import doing
-from stormtorch.policies.ledger import Ledger, Row
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.handover.reports import Report
 from stormtorch.runtime.members import given
@@ -37,6 +37,7 @@ from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.layout import Layout, Slot, plan
 from stormtorch.runtime.memory.scaling import LossScale, Scale
 from stormtorch.runtime.recording.recorder import Recorder
+from stormtorch.telemetry.ledger import Ledger, Row
 
 _log = logging.getLogger("stormtorch")
 

@@ -1,0 +1,75 @@
+// How rate control comes by its first rate: from a train of datagrams (train.hpp), and from what is remembered of the path
+// (path_memory.hpp).
+#include <algorithm>
+#include <cmath>
+
+#include "congestion/rate_control.hpp"
+
+namespace storm {
+namespace {
+
+// Where a round trip is shorter, doubling takes no longer than a train does.
+constexpr Nanos least_train_rtt = 4 * millisecond;
+constexpr double trickle_bytes_per_s = 1e6;  // by all links of an endpoint, before anything is answered
+constexpr double most_trickled = 128;        // datagrams in flight before anything is answered
+constexpr double recalled_share = 0.9;       // of a remembered rate: too little costs less than too much
+// A path over which more is remembered is no path: bytes in flight.
+constexpr double most_recalled = 64e6;
+
+}  // namespace
+
+void RateControl::recall(const PathFacts& facts) {
+    if (!(facts.bytes_per_s > 0) || !std::isfinite(facts.bytes_per_s) || facts.round_trip < least_train_rtt) return;
+    recalled_ = facts;
+}
+
+std::optional<PathFacts> RateControl::facts() const {
+    if (!paced() || phase_ == Phase::startup || phase_ == Phase::drain) return std::nullopt;
+    if (min_rtt_ == never || min_rtt_ < least_train_rtt) return std::nullopt;
+    const bool crowd = crowd_rate_ > 0 && crowd_ > 0;
+    const double line = crowd ? crowd_rate_ * static_cast<double>(crowd_) : rate_ * static_cast<double>(busy_);
+    return PathFacts{.bytes_per_s = line, .round_trip = min_rtt_};
+}
+
+// Our share of the line as it was remembered; 0 if it was not.
+double RateControl::recalled_rate() const {
+    return recalled_share * recalled_.bytes_per_s / static_cast<double>(std::max<std::size_t>(busy_, 1));
+}
+
+// Before the first answer the window is small, as nobody knows how slow the path is. Over a long path, waiting for the answer
+// would leave the line idle meanwhile, so a little goes on leaving, or as much as the path is remembered to carry.
+bool RateControl::may_trickle(std::uint64_t in_flight_bytes, Nanos now) {
+    const double trip_s = seconds(recalled_.round_trip);
+    const double most = std::max(most_trickled * datagram_bytes_, std::min(recalled_rate() * trip_s, most_recalled));
+    trickles_ = std::isinf(rate_) && static_cast<double>(in_flight_bytes) < most;
+    return trickles_ && now >= trickle_at_;
+}
+
+double RateControl::trickle_rate() const { return std::max(trickle_bytes_per_s / links_, recalled_rate()); }
+
+// A train that arrived more slowly than it was sent has passed at the speed of the bottleneck, or of our share of it. One
+// that did not only shows that the path is faster than that: startup goes on.
+void RateControl::heed_train(const Dispersion& train, Nanos now) {
+    if (now >= learn_until_ || !train.spread || min_rtt_ == never || min_rtt_ < least_train_rtt) return;
+    // Loss is not known yet: what did not arrive may have found no room.
+    cruise_at(train.bytes_per_s / (1 - loss_), now);
+}
+
+void RateControl::cruise_at(double rate, Nanos now) {
+    rate_ = std::max(rate, least_rate());
+    if (phase_ != Phase::cruise) {
+        phase_ = Phase::cruise;
+        learn_until_ = now + 2 * min_rtt_;
+        step_ = most_step;
+        next_dip_at_ = now + dip_period();
+        dip_until_ = now;
+        round_ = {};
+        round_.begin = now;
+    }
+    // The rate stays within what was delivered, and nothing else is known of that yet.
+    delivery_.fill(0);
+    delivery_[slot_] = rate_;
+    apply(1, now);
+}
+
+}  // namespace storm

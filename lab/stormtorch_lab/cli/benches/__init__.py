@@ -1,0 +1,1 @@
+"""`stormtorch bench`: one file for each kind of benchmark."""

@@ -1,0 +1,224 @@
+"""`stormtorch bench colocate`: checks what was typed, shows progress, a table and a picture; others do the work."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from stormtorch.checks import BadSetting, blaming
+from stormtorch.cli.console import check_outputs, ending_signals, friendly_errors, names, numbers, save
+from stormtorch.cli.terminal.completion import offer, offer_list
+from stormtorch.cli.terminal.options import Json, Plot
+from stormtorch_lab.cli.terminal.choices import NEIGHBOURS, YieldTo
+from stormtorch_lab.cli.terminal.options import (
+    Batch,
+    Context,
+    FirstSeed,
+    Layers,
+    LowQueue,
+    Queue,
+    Tcp,
+    TextData,
+    Timeout,
+)
+
+_SERVICE, _TRAINING, _LAB = "The service", "The training", "A lab's network"
+
+
+def colocate(
+    ranks: Annotated[int, typer.Option(help="Hosts, each with a server, a client and a rank: 2 to 64.")] = 8,
+    train: Annotated[
+        str,
+        typer.Option(
+            help="Trainings beside the service, separated by commas: model-averaging, lead, ddp (on gloo, of "
+            "normal priority), ddp-low (marked as low), none (the service alone).",
+            autocompletion=offer_list(NEIGHBOURS),
+        ),
+    ] = "model-averaging,none",
+    prefer: Annotated[
+        str,
+        typer.Option(
+            help="How strongly the service is preferred, separated by commas. equal: no classes, all packets alike; a "
+            "number: the training is marked as low priority, and has that share of a line while the service wants it "
+            "all.",
+            autocompletion=offer("equal,0.3,0.1,0.02"),
+        ),
+    ] = "equal,0.3,0.1,0.02",
+    seconds: Annotated[
+        float, typer.Option(help="Seconds for which requests of each run count; the training goes on until then.")
+    ] = 10.0,
+    yield_to: Annotated[
+        YieldTo,
+        typer.Option(
+            help="How the training yields where it is marked: classes leaves that to the lines; latency and queues "
+            "also send less by themselves.",
+        ),
+    ] = YieldTo.classes,
+    seeds: Annotated[
+        int, typer.Option(help="Times that everything is run, each with weights, batches and arrivals of its own.")
+    ] = 1,
+    first_seed: FirstSeed = 0,
+    requests: Annotated[
+        str,
+        typer.Option(help="Requests per second of all hosts, separated by commas.", rich_help_panel=_SERVICE),
+    ] = "100,200,400",
+    size: Annotated[int, typer.Option(help="Bytes of an answer.", rich_help_panel=_SERVICE)] = 100_000,
+    request_timeout: Annotated[
+        str, typer.Option(help="Time after which a request has failed.", rich_help_panel=_SERVICE)
+    ] = "5s",
+    at_latency: Annotated[
+        str,
+        typer.Option(
+            help="Mean latency at which the requests carried are compared, between --requests that were measured.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = "20ms",
+    steps: Annotated[
+        int,
+        typer.Option(
+            help="Steps after which each training is evaluated on held-out text; rounded up to a multiple of 4.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = 16,
+    slack: Annotated[
+        float,
+        typer.Option(
+            help="Deadline of each stage of an exchange, as a multiple of the time that it takes alone.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = 1.5,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            help="Deadline itself, as 200ms, in place of --slack.",
+            show_default="--slack times what is measured",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    allowed_loss: Annotated[
+        float | None,
+        typer.Option(
+            help="Loss that the training may spend on its pace, as 0.1: it learns its deadlines, in place of --slack.",
+            show_default="what deadlines make of it",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    layers: Layers = 2,
+    width: Annotated[
+        int,
+        typer.Option(
+            help="Width of the model, a multiple of 64: 2 layers of 128 have 0.43 M parameters.",
+            rich_help_panel="The model",
+        ),
+    ] = 128,
+    batch: Batch = 8,
+    context: Context = 64,
+    lr: Annotated[
+        float,
+        typer.Option(help="Learning rate of AdamW, which stays as it is.", rich_help_panel="The model"),
+    ] = 1e-3,
+    data: TextData = None,
+    rate: Annotated[
+        str, typer.Option(help="Rate of each host's line, both ways: 100mbit, 1gbit.", rich_help_panel=_LAB)
+    ] = "100mbit",
+    queue: Queue = None,
+    low_queue: LowQueue = None,
+    tcp: Tcp = None,
+    json: Json = None,
+    plot: Plot = None,
+    timeout_s: Timeout = 3600.0,
+) -> None:
+    """Run a web service beside a training on the same lines, and see what each costs the other.
+
+    Every host of a lab runs nginx, a client that fetches files from all others, and a rank that trains a small
+    language model. The training has a deadline for each exchange and does without what has not arrived by then, so it
+    can have the lowest priority: the service becomes faster, and the training loses packets.
+    The table has one row for each preference and rate. speed-up: mean latency beside the same training of equal
+    priority, over this one. loss: what the training went without. validation: held-out loss over that of the same
+    training alone.
+    Requests arrive as a Poisson process and are sent when they are due (open loop); latency counts from then on, so
+    that a stall shows in all requests that were due meanwhile. late: by how much clients themselves sent too late.
+    Servers and clients get processors before the training does, where this user may ask for that.
+    Each training first runs alone: for the deadline, for its validation loss, and for what it loses without any
+    service, because ranks wait for processors. Runs of different preference take turns. Ctrl-C keeps those that ended.
+    It needs a lab, nginx (apt-get install nginx-light) and aiohttp (pip install aiohttp).
+
+    [bold]Examples[/bold]
+
+      stormtorch bench colocate --json colocate.json --plot colocate.png
+      stormtorch bench colocate --ranks 4 --prefer equal,0.02 --requests 100 --seconds 5
+      stormtorch bench colocate --train model-averaging,lead,ddp,ddp-low,none --seeds 3
+      stormtorch bench colocate --deadline 200ms --at-latency 15ms --requests 50,100,200,400
+      stormtorch bench colocate --allowed-loss 0.1 --requests 200 --seconds 20
+      stormtorch bench colocate --prefer 0.02 --requests 100 --seconds 600
+    """
+    with friendly_errors(), ending_signals():
+        from stormtorch.cli.terminal.screen import progress_bar
+        from stormtorch_lab.bench.services.colocate import ColocateSettings
+        from stormtorch_lab.bench.services.colocate_results import ColocateReport
+        from stormtorch_lab.bench.services.neighbours import run_colocate
+        from stormtorch_lab.bench.services.service import find_nginx
+        from stormtorch_lab.cli.plots.colocate import plot_colocate
+        from stormtorch_lab.cli.tables.colocate import colocate_table
+        from stormtorch_lab.netns.conditions import Conditions
+
+        given = {"queue": queue, "low_queue": low_queue, "tcp": tcp}
+        with blaming("rate", "low_share"):
+            network = Conditions(rate=rate, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]  # it checks them all
+        settings = ColocateSettings(
+            ranks=ranks,
+            train=names(train),
+            prefer=_preferences(prefer),
+            yield_to=yield_to.value,
+            requests=numbers("requests", requests),
+            size=size,
+            seconds=seconds,
+            steps=steps,
+            slack=slack,
+            deadline_s=None if deadline is None else _time("deadline", deadline),
+            allowed_loss=allowed_loss,
+            at_latency_s=_time("at_latency", at_latency),
+            network=network,
+            layers=layers,
+            width=width,
+            batch=batch,
+            context=context,
+            lr=lr,
+            text=data,
+            seeds=seeds,
+            first_seed=first_seed,
+            request_timeout_s=_time("request_timeout", request_timeout),
+            timeout_s=timeout_s,
+        )
+        check_outputs(json, plot)
+        find_nginx()
+        report = ColocateReport.begin(settings)
+        try:
+            with progress_bar(len(settings.cases()), "making a lab and starting processes", unit="runs") as advance:
+
+                def keep(run: object) -> None:
+                    report.runs.append(run)  # type: ignore[arg-type]  # imported where it is known
+                    save(report.write, json)  # each as soon as it is there: whatever ends the command, they are kept
+
+                run_colocate(settings, keep, advance, report.conditions.update)
+        finally:
+            if report.rows():
+                Console().print(colocate_table(report))
+                save(lambda path: plot_colocate(report, path), plot)
+
+
+def _preferences(text: str) -> tuple[float | None, ...]:
+    """Reads preferences: equal, or shares of a line."""
+    try:
+        return tuple(None if name == "equal" else float(name) for name in names(text))
+    except ValueError as error:
+        raise BadSetting("prefer", f"must be equal or numbers in [0, 1), separated by commas, got {text!r}") from error
+
+
+def _time(option: str, text: str) -> float:
+    from stormtorch.network.units import parse_time
+
+    try:
+        return parse_time(text, option)
+    except ValueError as error:
+        raise BadSetting(option, str(error).removeprefix(f"{option} ")) from error

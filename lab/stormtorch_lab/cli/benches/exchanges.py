@@ -1,0 +1,294 @@
+"""`stormtorch bench`, exchanges: checks what was typed, shows progress and tables; others do the work."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from stormtorch.cli.console import check_outputs, friendly_errors, names, numbers, save
+from stormtorch.cli.terminal.completion import offer_list
+from stormtorch.cli.terminal.helping import App
+from stormtorch.cli.terminal.options import Json, Plot
+from stormtorch_lab.cli.benches import colocate, steps, suite, virtual
+from stormtorch_lab.cli.networks import lab_network, typed_burst, with_links
+from stormtorch_lab.cli.terminal.choices import BACKENDS, LAB_BACKENDS, LAB_WARMUP, MANNERS, WARMUP, Dtype
+from stormtorch_lab.cli.terminal.options import (
+    Backends,
+    BackendsAnywhere,
+    Cable,
+    Delay,
+    Iters,
+    Jitter,
+    LabBurst,
+    LabLoss,
+    Patience,
+    PerLink,
+    Queue,
+    Ranks,
+    Rate,
+    Seed,
+    Tcp,
+    Timeout,
+    Warmup,
+    WarmupAnywhere,
+)
+
+app = App()
+app.command("all")(suite.all_parts)
+app.command()(steps.ddp)
+app.command()(steps.convergence)
+app.command()(colocate.colocate)
+app.command()(virtual.colocate_virtual)
+
+
+@app.command()
+def allreduce(
+    ranks: Ranks = 2,
+    mb: Annotated[str, typer.Option(help="Sizes of the tensor in MB (10^6 bytes), separated by commas.")] = "25",
+    iters: Iters = 20,
+    warmup: WarmupAnywhere = None,
+    backends: BackendsAnywhere = None,
+    faults: Annotated[
+        float,
+        typer.Option(help="On loopback: fraction of storm's datagrams to lose, 0 to 0.9. gloo cannot feel it."),
+    ] = 0.0,
+    seed: Seed = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of the tensor.")] = Dtype.float32,
+    datagram_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Payload of a datagram, 256 to 65507: 1472 is Ethernet's.", show_default="what the network takes"
+        ),
+    ] = None,
+    json: Json = None,
+    plot: Plot = None,
+    timeout_s: Timeout = 600.0,
+    rate: Rate = None,
+    loss: LabLoss = None,
+    burst: LabBurst = None,
+    delay: Delay = None,
+    jitter: Jitter = None,
+    queue: Queue = None,
+    tcp: Tcp = None,
+    per_link: PerLink = None,
+    cable: Cable = None,
+    patience_s: Patience = 30.0,
+    ranks_per_host: Annotated[
+        int, typer.Option(help="In a lab: ranks on each host, of all --ranks. storm-flat does without their hierarchy.")
+    ] = 1,
+) -> None:
+    """Time the all-reduce of large tensors, beside gloo.
+
+    It runs on loopback, between processes of this machine, as long as no option of a lab is given.
+    With any of them, it runs on virtual hosts of a lab, whose network loses packets of all backends alike.
+    The backends take turns within every round.
+    A time is that of the slowest rank; "x gloo" (the first one) and "x ideal" are ratios of medians.
+    Ideal is the rate of the lines; on loopback and by cable, the time that this machine needs to copy as many bytes in
+    and out.
+    Gbit/s is what each rank must send, over the median. CPU s/GB is processor time of all ranks per GB of the tensor.
+
+    [bold]Examples[/bold]
+
+      stormtorch bench allreduce --ranks 4 --mb 25,100 --json out.json
+      stormtorch bench allreduce --ranks 4 --rate 400mbit --loss 0.1
+      stormtorch bench allreduce --ranks 4 --rate 100mbit --delay 20ms --mb 5 --loss 0.01 --burst 8
+      stormtorch bench allreduce --ranks 4 --rate 100mbit --mb 5 --loss 0.1 --burst 5ms
+      stormtorch bench allreduce --rate 50mbit --mb 5 --per-link links.json
+      stormtorch bench allreduce --ranks 8 --ranks-per-host 2 --rate 400mbit --backends storm,storm-flat
+      stormtorch bench allreduce --cable 9000 --mb 25,100
+      stormtorch bench allreduce --ranks 2 --backends gloo,storm,storm-one-lane --mb 100
+      stormtorch bench allreduce --faults 0.01 --datagram-bytes 1472 --plot out.png
+    """
+    with friendly_errors():
+        from stormtorch.cli.terminal.screen import progress_bar
+        from stormtorch_lab.bench.allreduce import AllReduceSettings, run_allreduce
+        from stormtorch_lab.cli.plots.bench import plot_allreduce
+        from stormtorch_lab.cli.tables.bench import allreduce_table
+
+        network = lab_network(
+            seed,
+            rate=rate,
+            loss=loss,
+            burst=burst,
+            delay=delay,
+            jitter=jitter,
+            queue=queue,
+            tcp=tcp,
+            cable=cable,
+        )
+        network = with_links(network, per_link, ranks // max(ranks_per_host, 1))
+        lossless = network is None or cable is not None
+        settings = AllReduceSettings(
+            ranks=ranks,
+            ranks_per_host=ranks_per_host,
+            mb=numbers("mb", mb),
+            iters=iters,
+            warmup=warmup if warmup is not None else (WARMUP if lossless else LAB_WARMUP),
+            backends=names(backends or (BACKENDS if lossless else LAB_BACKENDS)),
+            network=network,
+            faults=faults,
+            seed=seed,
+            dtype=dtype.value,
+            datagram_bytes=datagram_bytes,
+            patience_s=patience_s,
+            timeout_s=timeout_s,
+        )
+        check_outputs(json, plot)
+        with progress_bar(iters * len(settings.mb), f"starting {ranks} processes") as advance:
+            report = run_allreduce(settings, advance)
+        Console().print(allreduce_table(report))
+        save(report.write, json)
+        save(lambda path: plot_allreduce(report, path), plot)
+
+
+@app.command()
+def sweep(
+    ranks: Ranks = 4,
+    rates: Annotated[
+        str, typer.Option(help="Rates of each host's line, separated by commas.")
+    ] = "100mbit,400mbit,1gbit",
+    delays: Annotated[
+        str,
+        typer.Option(help="Delays from host to host, one way, separated by commas: a round trip takes twice as long."),
+    ] = "0ms,20ms",
+    losses: Annotated[str, typer.Option(help="Fractions of all packets to lose, separated by commas.")] = "0,0.01,0.1",
+    bursts: Annotated[
+        str,
+        typer.Option(help="Mean lengths of runs of losses, separated by commas, in packets or in time: 1,20,5ms."),
+    ] = "1",
+    queue: Queue = None,
+    mb: Annotated[float | None, typer.Option(help="Size of the tensor in MB, in place of --ideal-s.")] = None,
+    ideal_s: Annotated[
+        float, typer.Option(help="Seconds of the ideal that the size of the tensor is chosen for.")
+    ] = 0.6,
+    iters: Iters = 5,
+    warmup: Warmup = LAB_WARMUP,
+    backends: Backends = LAB_BACKENDS,
+    seed: Seed = 0,
+    patience_s: Patience = 30.0,
+    json: Json = None,
+    plot: Plot = None,
+    timeout_s: Annotated[float, typer.Option(help="Give up a point after so many seconds.")] = 600.0,
+) -> None:
+    """Time the all-reduce at every combination of rate, delay, loss and length of bursts, in labs.
+
+    All backends meet the same loss and take turns within every round.
+    A point that fails is recorded with its error; Ctrl-C keeps the points that were measured.
+
+    [bold]Examples[/bold]
+
+      stormtorch bench sweep --json sweep.json --plot sweep.png
+      stormtorch bench sweep --rates 400mbit --delays 0ms --losses 0,0.001,0.01,0.05,0.1,0.2 --mb 25
+      stormtorch bench sweep --rates 100mbit --delays 10ms,20ms,50ms --patience-s 60
+      stormtorch bench sweep --losses 0.05,0.1,0.2 --bursts 8,20,64,5ms --backends storm,storm-lossy
+    """
+    with friendly_errors():
+        from stormtorch.cli.terminal.screen import progress_bar
+        from stormtorch_lab.bench.sweep import SweepReport, SweepSettings, run_sweep
+        from stormtorch_lab.cli.plots.sweep import plot_sweep
+        from stormtorch_lab.cli.tables.bench import sweep_table
+
+        settings = SweepSettings(
+            ranks=ranks,
+            rates=names(rates),
+            delays=names(delays),
+            losses=numbers("losses", losses),
+            bursts=tuple(typed_burst(burst) for burst in names(bursts)),
+            queue=queue or "512kb",
+            mb=mb,
+            ideal_s=ideal_s,
+            iters=iters,
+            warmup=warmup,
+            backends=names(backends),
+            seed=seed,
+            patience_s=patience_s,
+            timeout_s=timeout_s,
+        )
+        check_outputs(json, plot)
+        report = SweepReport.begin(settings)
+        try:
+            with progress_bar(iters * len(settings.points()), "making a lab") as advance:
+                for point in run_sweep(settings, advance):
+                    report.points.append(point)
+                    save(report.write, json)  # each point as soon as it is there: whatever ends a sweep, they are kept
+        finally:
+            if report.points:
+                Console().print(sweep_table(report))
+                save(lambda path: plot_sweep(report, path), plot)
+
+
+@app.command()
+def latency(
+    ranks: Ranks = 2,
+    iters: Iters = 200,
+    warmup: Warmup = 20,
+    backends: Backends = BACKENDS,
+    idle_s: Annotated[float, typer.Option(help="Seconds to watch an idle transport.")] = 3.0,
+    json: Json = None,
+    timeout_s: Timeout = 600.0,
+) -> None:
+    """Time the all-reduce of small tensors, 1 KB to 1 MB.
+
+    Also an exchange of empty messages, and the CPU use of a connected transport that idles.
+
+    [bold]Examples[/bold]
+
+      stormtorch bench latency
+      stormtorch bench latency --ranks 4 --iters 1000 --json latency.json
+    """
+    with friendly_errors():
+        from stormtorch.cli.terminal.screen import progress_bar
+        from stormtorch_lab.bench.latency import SIZES_BYTES, LatencySettings, run_latency
+        from stormtorch_lab.cli.tables.bench import latency_table
+
+        settings = LatencySettings(
+            ranks=ranks, iters=iters, warmup=warmup, backends=names(backends), idle_s=idle_s, timeout_s=timeout_s
+        )
+        check_outputs(json)
+        with progress_bar(iters * len(SIZES_BYTES), f"starting {ranks} processes") as advance:
+            report = run_latency(settings, advance)
+        Console().print(latency_table(report))
+        save(report.write, json)
+
+
+@app.command()
+def manners(
+    only: Annotated[
+        str, typer.Option(help="What to look at, separated by commas.", autocompletion=offer_list(MANNERS))
+    ] = MANNERS,
+    rate: Annotated[str, typer.Option(help="Rate of each host's line; the engine is not told.")] = "200mbit",
+    queue: Annotated[str, typer.Option(help="Bytes that may wait at each end of a line.")] = "256kb",
+    delay: Annotated[str, typer.Option(help="Delay from host to host, one way.")] = "0ms",
+    ranks: Annotated[int, typer.Option(help="Ranks for all-to-all and incast; step has twice as many: 3 to 16.")] = 4,
+    tcp: Annotated[
+        str,
+        typer.Option(help="Congestion controls of the flow beside it.", autocompletion=offer_list("cubic,bbr,reno")),
+    ] = "cubic,bbr",
+    json: Json = None,
+    timeout_s: Annotated[float, typer.Option(help="Give up one of them after so many seconds.")] = 300.0,
+) -> None:
+    """Look at how the engine behaves on a network that it does not know, with no rate given.
+
+    Whether it floods queues (all-to-all, incast), leaves a bulk TCP flow its share (tcp),
+    gets out of its way at low priority (low, latency), what low priority costs where nobody else is (alone),
+    how soon it has the line back when others pause (pause), and how fast it follows a change (step).
+
+    [bold]Examples[/bold]
+
+      stormtorch bench manners
+      stormtorch bench manners --only incast --queue 64kb --ranks 8
+    """
+    with friendly_errors():
+        from stormtorch.cli.terminal.screen import progress_bar
+        from stormtorch_lab.bench.sharing.finding import MannersSettings
+        from stormtorch_lab.bench.sharing.manners import run_manners
+        from stormtorch_lab.cli.tables.bench import manners_table
+
+        settings = MannersSettings(
+            only=names(only), rate=rate, queue=queue, delay=delay, ranks=ranks, tcp=names(tcp), timeout_s=timeout_s
+        )
+        check_outputs(json)
+        with progress_bar(len(settings.only), "making a lab") as advance:
+            report = run_manners(settings, advance)
+        Console().print(manners_table(report))
+        save(report.write, json)

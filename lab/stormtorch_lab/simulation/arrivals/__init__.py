@@ -1,0 +1,1 @@
+"""Which chunks arrive: loss models of many links at once, parity, and repair."""

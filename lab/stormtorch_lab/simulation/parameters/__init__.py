@@ -1,0 +1,1 @@
+"""Parameters of virtual workers: chunks of a model, stale replicas without copies, personal parts, rounding."""

@@ -1,0 +1,279 @@
+"""Checks of this machine: kernel, buffers, offloads, clock, cores, memory, versions, and whether a lab can be made."""
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from stormtorch.doctor.finding import Finding, Level
+from stormtorch.doctor.host.interfaces import check_interfaces
+from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES, UDP_GRO, UDP_SEGMENT, granted, set_buffers
+from stormtorch.doctor.verdict import LEAST_BUFFER_BYTES
+from stormtorch.doctor.worker import cuda_version, versions
+from stormtorch.telemetry.text import size_text
+
+_OLDEST_KERNEL = (5, 0)
+"""First kernel with both UDP_SEGMENT and UDP_GRO."""
+_LEAST_MEMORY = 1 << 30
+_TIME_ERROR = 5  # of adjtimex: the clock is not synchronised
+_SEGMENT_BYTES, _SEGMENTS = 1000, 8
+
+
+def examine_machine() -> list[Finding]:
+    """All checks, in the order in which one would look."""
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _check_kernel,
+        _check_buffers,
+        _check_drops,
+        _check_offloads,
+        check_interfaces,
+        _check_clock,
+        _check_cores,
+        _check_memory,
+        _check_locked_memory,
+        _check_versions,
+        *(entry.load() for entry in entry_points(group="stormtorch.doctor")),
+    )
+    return [finding for check in checks for finding in check()]
+
+
+def _check_kernel() -> Iterator[Finding]:
+    release = platform.release()
+    digits = release.replace("-", ".").split(".")
+    with contextlib.suppress(ValueError, IndexError):
+        if (int(digits[0]), int(digits[1])) < _OLDEST_KERNEL:
+            yield Finding(
+                subject="kernel",
+                level=Level.NOTE,
+                text=f"Linux {release} is older than 5.0 and sends datagrams one by one.",
+                remedy="A newer kernel needs less processor time for each byte.",
+            )
+            return
+    yield Finding(subject="kernel", level=Level.OK, text=f"Linux {release}, {platform.machine()}")
+
+
+def _check_buffers() -> Iterator[Finding]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
+        set_buffers(trial, ASKED_BUFFER_BYTES, ASKED_BUFFER_BYTES)
+        buffers = granted(trial)
+    for subject, name, got in (
+        ("receive buffer", "rmem_max", buffers.receive),
+        ("send buffer", "wmem_max", buffers.send),
+    ):
+        limit = _number(f"/proc/sys/net/core/{name}")
+        limits = "" if limit is None else f" (net.core.{name} is {limit:,})"
+        if got >= ASKED_BUFFER_BYTES:
+            passed = limit is not None and limit < ASKED_BUFFER_BYTES
+            why = f"; this user may pass net.core.{name}, which is {limit:,}" if passed else limits
+            yield Finding(subject=subject, level=Level.OK, text=f"{size_text(got)}, all that the engine asks for{why}")
+            continue
+        # The engine sends without a large buffer; only the one that receives must hold what peers send at once.
+        tiny = name == "rmem_max" and got < LEAST_BUFFER_BYTES
+        yield Finding(
+            subject=subject,
+            level=Level.PROBLEM if tiny else Level.NOTE,
+            text=f"{size_text(got)}, where the engine asks for {size_text(ASKED_BUFFER_BYTES)}{limits}"
+            + (": peers that send at once overflow it" if name == "rmem_max" else ""),
+            remedy=f"sysctl -w net.core.{name}={ASKED_BUFFER_BYTES}",
+        )
+
+
+def _check_drops() -> Iterator[Finding]:
+    counters = _udp_counters()
+    errors, received = counters.get("RcvbufErrors", 0), counters.get("InDatagrams", 0)
+    if errors > 0.001 * max(received, 1) and errors > 100:
+        yield Finding(
+            subject="overflow",
+            level=Level.NOTE,
+            text=f"{errors:,} datagrams of any program met a full buffer since the start, {received:,} arrived",
+            remedy=f"sysctl -w net.core.rmem_max={ASKED_BUFFER_BYTES}",
+        )
+    else:
+        yield Finding(
+            subject="overflow",
+            level=Level.OK,
+            text=f"{errors:,} datagrams dropped since the start, {received:,} arrived",
+        )
+
+
+def _check_offloads() -> Iterator[Finding]:
+    for subject, saves, works in (
+        ("UDP GSO", "sending", _gso_works()),
+        ("UDP GRO", "receiving", _gro_works()),
+    ):
+        yield Finding(
+            subject=subject,
+            level=Level.OK if works else Level.NOTE,
+            text="works (tried on loopback)" if works else f"does not work: {saves} takes a system call per datagram",
+            remedy="" if works else "Use Linux 5.0 or newer, outside of sandboxes that emulate the kernel.",
+        )
+
+
+def _gso_works() -> bool:
+    return len(_bundle(coalesce=False)) == _SEGMENTS
+
+
+def _gro_works() -> bool:
+    return max(_bundle(coalesce=True), default=0) > _SEGMENT_BYTES
+
+
+def _bundle(*, coalesce: bool) -> list[int]:
+    """Sends a bundle on loopback and returns the sizes of what arrives."""
+    sizes: list[int] = []
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
+    ):
+        receiver.bind(("127.0.0.1", 0))
+        receiver.settimeout(0.2)
+        if coalesce:
+            receiver.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
+        segment = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", _SEGMENT_BYTES))]
+        sender.sendmsg([bytes(_SEGMENT_BYTES * _SEGMENTS)], segment, 0, receiver.getsockname())
+        while sum(sizes) < _SEGMENT_BYTES * _SEGMENTS:
+            sizes.append(len(receiver.recv(65536)))
+    return sizes
+
+
+def _check_clock() -> Iterator[Finding]:
+    state = -1
+    with contextlib.suppress(OSError, AttributeError):
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
+    if state == _TIME_ERROR:
+        yield Finding(
+            subject="clock",
+            level=Level.NOTE,
+            text="is not synchronised: times in logs of several machines will not fit together",
+            remedy="timedatectl set-ntp true",
+        )
+    else:
+        known = "synchronised" if state >= 0 else "the kernel does not tell whether it is synchronised"
+        yield Finding(subject="clock", level=Level.OK, text=known)
+
+
+def _check_cores() -> Iterator[Finding]:
+    usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    quota = _cpu_quota()
+    text = f"{usable} usable" + (f" of {all_cores}" if usable != all_cores else "")
+    if quota is not None and quota < usable:
+        yield Finding(
+            subject="cores",
+            level=Level.PROBLEM if quota < 1 else Level.NOTE,
+            text=f"{text}, but the cgroup allows the time of {quota:.2g}: a process that has used it up pauses, and "
+            "its peers wait",
+            remedy="Raise the container's limit (docker --cpus, Kubernetes resources.limits.cpu), or remove it.",
+        )
+    elif usable < 2:
+        yield Finding(
+            subject="cores",
+            level=Level.NOTE,
+            text=f"{text}: the engine's thread and the training share it",
+            remedy="Give the process two cores or more.",
+        )
+    else:
+        yield Finding(subject="cores", level=Level.OK, text=f"{text}, no limit by a cgroup")
+
+
+def _cpu_quota() -> float | None:
+    """Cores' worth of time that the cgroup allows; None without a limit."""
+    for folder in _cgroup_folders():
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            quota, period = (folder / "cpu.max").read_text().split()
+            if quota != "max":
+                return int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        first = Path("/sys/fs/cgroup/cpu")
+        quota_us = int((first / "cpu.cfs_quota_us").read_text())
+        if quota_us > 0:
+            return quota_us / int((first / "cpu.cfs_period_us").read_text())
+    return None
+
+
+def _cgroup_folders() -> list[Path]:
+    """Folders of this process's cgroup and those above it."""
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                own = root / line[3:].lstrip("/")
+                return [each for each in (own, *own.parents) if each.is_relative_to(root)]
+    return [root]
+
+
+def _check_memory() -> Iterator[Finding]:
+    free = _meminfo("MemAvailable")
+    total = _meminfo("MemTotal")
+    limit = None
+    for folder in _cgroup_folders():
+        with contextlib.suppress(OSError, ValueError):
+            limit = min(int((folder / "memory.max").read_text()), limit or sys.maxsize)
+    text = f"{size_text(free)} free of {size_text(total)}"
+    if limit is not None and limit < total:
+        text += f", at most {size_text(limit)} by a cgroup"
+    low = min(free, limit or free) < _LEAST_MEMORY
+    yield Finding(
+        subject="memory",
+        level=Level.NOTE if low else Level.OK,
+        text=text,
+        remedy="torch alone needs about 1 GB for each process." if low else "",
+    )
+
+
+def _check_locked_memory() -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        yield Finding(subject="locked memory", level=Level.OK, text="no limit")
+        return
+    yield Finding(
+        subject="locked memory",
+        level=Level.OK if cuda_version() is None else Level.NOTE,
+        text=f"at most {size_text(soft)}" + ("" if cuda_version() is None else ", which pinned memory may exceed"),
+        remedy="" if cuda_version() is None else "ulimit -l unlimited",
+    )
+
+
+def _check_versions() -> Iterator[Finding]:
+    found = versions()
+    cuda = cuda_version()
+    text = f"stormtorch {found['stormtorch']}, torch {found['torch']}, Python {found['python']}"
+    text += f", CUDA {cuda}" if cuda else ", torch without CUDA"
+    if found["torch"] == "none":
+        yield Finding(
+            subject="versions",
+            level=Level.PROBLEM,
+            text=f"torch is missing ({text})",
+            remedy="pip install 'torch>=2.11,<2.14'",
+        )
+    else:
+        yield Finding(subject="versions", level=Level.OK, text=text)
+
+
+def _udp_counters() -> dict[str, int]:
+    with contextlib.suppress(OSError, ValueError):
+        rows = [
+            line.split()[1:] for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Udp: ")
+        ]
+        return dict(zip(rows[0], map(int, rows[1]), strict=True))
+    return {}
+
+
+def _meminfo(name: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _number(path: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(path).read_text())
+    return None
