@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "base/bitmap.hpp"
-#include "base/blocks.hpp"
-#include "coding/cut.hpp"
+#include "base/block_pool.hpp"
+#include "coding/chunk_layout.hpp"
 #include "coding/parity_sums.hpp"
 #include "math/erasure.hpp"
 

@@ -18,7 +18,7 @@
 #include "base/clock.hpp"
 #include "link/delivery_meter.hpp"
 #include "congestion/pacer.hpp"
-#include "congestion/path_memory.hpp"
+#include "congestion/path_cache.hpp"
 
 namespace storm {
 

@@ -12,7 +12,7 @@
 #include "base/bitmap.hpp"
 #include "base/clock.hpp"
 #include "coding/coding.hpp"
-#include "coding/cut.hpp"
+#include "coding/chunk_layout.hpp"
 #include "math/reduction.hpp"
 #include "wire/controls.hpp"
 #include "wire/slots.hpp"

@@ -29,10 +29,10 @@
 #include "base/descriptor.hpp"
 #include "core/core.hpp"
 #include "exchange/batch.hpp"
-#include "io/door.hpp"
+#include "io/fair_mutex.hpp"
 #include "io/socket.hpp"
 #include "paths/routes.hpp"
-#include "shm/passage.hpp"
+#include "shm/shared_memory_channel.hpp"
 #include "shm/ring.hpp"
 #include "wire/faults.hpp"
 

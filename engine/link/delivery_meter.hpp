@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "base/clock.hpp"
-#include "link/train.hpp"
+#include "link/packet_train.hpp"
 
 namespace storm {
 

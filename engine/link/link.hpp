@@ -13,7 +13,7 @@
 #include "base/clock.hpp"
 #include "link/burst_meter.hpp"
 #include "link/delivery_meter.hpp"
-#include "link/train.hpp"
+#include "link/packet_train.hpp"
 #include "wire/slots.hpp"
 #include "wire/wire.hpp"
 

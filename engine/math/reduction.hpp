@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "base/blocks.hpp"
+#include "base/block_pool.hpp"
 #include "math/kernels.hpp"
 
 namespace storm {

@@ -10,8 +10,8 @@
 #include "base/clock.hpp"
 #include "exchange/send_queue.hpp"
 #include "paths/paths.hpp"
-#include "peers/doubt.hpp"
-#include "shm/passage.hpp"
+#include "peers/port_unreachable.hpp"
+#include "shm/shared_memory_channel.hpp"
 #include "wire/controls.hpp"
 #include "wire/wire.hpp"
 

@@ -9,7 +9,7 @@
 #include <queue>
 #include <vector>
 
-#include "traffic/sim_line.hpp"
+#include "traffic/sim_link.hpp"
 
 namespace storm {
 

@@ -8,7 +8,7 @@
 
 #include "base/clock.hpp"
 #include "views/view.hpp"
-#include "views/view_notes.hpp"
+#include "views/view_messages.hpp"
 
 namespace storm {
 

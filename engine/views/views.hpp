@@ -15,7 +15,7 @@
 #include "views/ballots.hpp"
 #include "views/connectivity.hpp"
 #include "views/view.hpp"
-#include "views/view_notes.hpp"
+#include "views/view_messages.hpp"
 
 namespace storm {
 

@@ -29,7 +29,7 @@ from pool import pool
 from stormtorch.cli.terminal.screen import progress_bar
 from stormtorch.policies import OwnerPolicy, rules
 from stormtorch.policies.policy import Numbers
-from stormtorch.telemetry.report import without_nan
+from stormtorch.telemetry.json_files import without_nan
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.simulation.checkpoints import replacing
 from stormtorch_lab.simulation.exchanges import Exchanges

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         SparseDiLoCo,
         StreamingDiLoCo,
     )
-    from stormtorch.runtime.memory.norms import clip_grad_norm_
+    from stormtorch.runtime.memory.gradient_norms import clip_grad_norm_
     from stormtorch.runtime.prepare import exact, no_sync, prepare
     from stormtorch.runtime.rank.pruning import prune
     from stormtorch.telemetry.ledger import Ledger
@@ -53,7 +53,7 @@ _PLACES = {
     "RankPolicy": "policies",
     "SparseDiLoCo": "policies",
     "StreamingDiLoCo": "policies",
-    "clip_grad_norm_": "runtime.memory.norms",
+    "clip_grad_norm_": "runtime.memory.gradient_norms",
     "connect": "joining.rendezvous",
     "exact": "runtime.prepare",
     "join": "collectives.joining",

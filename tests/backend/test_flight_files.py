@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from full_disk import files_up_to
-from stormtorch.backend.flight import Flight
+from stormtorch.backend.flight_recorder import Flight
 from stormtorch.errors import PeerSilent
 from stormtorch.folders import FLIGHTS_VARIABLE
 

@@ -12,7 +12,7 @@ from stormtorch import Options, __version__
 from stormtorch_lab.bench import replicas
 from stormtorch_lab.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
 from stormtorch_lab.bench.services.colocate import TRAININGS
-from stormtorch_lab.bench.sharing.finding import MANNERS
+from stormtorch_lab.bench.sharing.fairness_results import MANNERS
 from stormtorch_lab.bench.suite import PARTS
 from stormtorch_lab.cli.plots.train import COLOURS
 from stormtorch_lab.cli.terminal import choices

@@ -11,7 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from stormtorch.cli.app import app
-from stormtorch.cli.terminal.helping import lay_out
+from stormtorch.cli.terminal.help_layout import lay_out
 
 pytestmark = pytest.mark.pure
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from commands import call
-from stormtorch.telemetry.accounts import answer, read_accounts
+from stormtorch.telemetry.histories import answer, read_accounts
 from stormtorch.telemetry.ledger import Ledger, Row
 from stormtorch.telemetry.records import Who, line_of
 

@@ -12,9 +12,9 @@ import pytest
 from stormtorch.doctor import channels
 from stormtorch.doctor.capture import write_links
 from stormtorch.doctor.channels import RankLost, StoreChannel, StoreOrders
+from stormtorch.doctor.diagnosis import Level
 from stormtorch.doctor.director import Director, longest_pause_s, round_seconds, tournament
-from stormtorch.doctor.finding import Level
-from stormtorch.doctor.measured import Examination, Link
+from stormtorch.doctor.examination import Examination, Link
 from stormtorch.doctor.verdict import examine
 from stormtorch.doctor.worker import Post, work
 from stormtorch.network.link_file import read_links

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from stormtorch.doctor.advice import advise, predict_cost
-from stormtorch.doctor.finding import Level
-from stormtorch.doctor.measured import Examination, Link, Rank
+from stormtorch.doctor.diagnosis import Level
+from stormtorch.doctor.examination import Examination, Link, Rank
 from stormtorch.doctor.verdict import culprits, examine, sentence
 
 pytestmark = pytest.mark.pure

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stormtorch.runtime.members.prepared import trained as parameters_of
+from stormtorch.runtime.members.prepared_optimizer import trained as parameters_of
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.layout import plan
-from stormtorch.runtime.memory.shards import Shards
+from stormtorch.runtime.memory.sharded_optimizer import Shards
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[[Iterable[Any]], Optimizer]

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import warm_start
-from recompute_books import Differs
 from recompute_check import check
 from recompute_program import Schedule, draw
 from recompute_rank import run
 from recompute_recording import PLACES, Board
+from recompute_recordings import Differs
 from recompute_table import Row, kind_of, table
 
 _WITHIN_S = 240.0

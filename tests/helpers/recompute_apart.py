@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recompute_books import Differs, Process
+from recompute_recordings import Differs, Process
 from recompute_state import Recomputed
 from stormtorch import DiLoCo
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from recompute_apart import ModelsApart
-from recompute_books import Differs, Process, check_end, longest_wait, read
 from recompute_program import Schedule
+from recompute_recordings import Differs, Process, check_end, longest_wait, read
 from recompute_state import Recomputed
 
 

@@ -19,9 +19,9 @@ import torch
 from recompute_program import Event
 from stormtorch.collectives import Group
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.holdings import Holding
-from stormtorch.runtime.owner.broadcast import Broadcast
-from stormtorch.runtime.owner.reduction import Reduction
+from stormtorch.runtime.memory.shard_state import Holding
+from stormtorch.runtime.owner.gradient_reduction import Reduction
+from stormtorch.runtime.owner.parameter_broadcast import Broadcast
 from stormtorch.runtime.owner.sharded import ShardedSession
 
 PLACES = 32

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from recompute_books import Differs, Process
 from recompute_program import Program
+from recompute_recordings import Differs, Process
 
 # A norm over all shards, and a mean of what arrived, are added up in another order than here.
 ROUNDING = 1e-6

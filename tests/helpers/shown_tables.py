@@ -15,18 +15,18 @@ from records import job_of, told
 from stormtorch.cli.tables import doctor, ledger, postmortem
 from stormtorch.cli.tables.watch import screen
 from stormtorch.doctor.advice import advise, predict_cost
-from stormtorch.doctor.measured import Examination, Link, Rank
+from stormtorch.doctor.examination import Examination, Link, Rank
 from stormtorch.doctor.verdict import examine
-from stormtorch.telemetry.accounts import Account
+from stormtorch.telemetry.histories import Account
 from stormtorch.telemetry.postmortem import find, read_flights
 from stormtorch.theory import predict
-from stormtorch.watch.snapshot import snapshot
+from stormtorch.watch.snapshot_json import snapshot
 from stormtorch_lab.bench.convergence import ConvergenceReport, ConvergenceSettings, Curve, Point
 from stormtorch_lab.bench.ddp import DdpReport, StepResult
 from stormtorch_lab.bench.latency import LatencyReport
 from stormtorch_lab.bench.results import AllReduceReport, AllReduceResult
 from stormtorch_lab.bench.services.colocate_results import ColocateReport
-from stormtorch_lab.bench.sharing.manners import MannersReport
+from stormtorch_lab.bench.sharing.fairness import MannersReport
 from stormtorch_lab.bench.sweep import SweepReport
 from stormtorch_lab.cli.race import Race
 from stormtorch_lab.cli.tables import bench, chaos, colocate, lab, simulate, steps, theory, train

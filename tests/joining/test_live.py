@@ -12,13 +12,13 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-from test_reception import QUICK, address, connected
+from test_admission import QUICK, address, connected
 
 from stormtorch.errors import NotAdmitted
-from stormtorch.joining import live, reception
+from stormtorch.joining import admission, live
 from stormtorch.joining.live import LiveJob
 from stormtorch.telemetry.records import Who
-from stormtorch.udp import frames
+from stormtorch.udp import rpc as frames
 from stormtorch.udp.udp import UdpTransport
 
 KEY = bytes(range(32))
@@ -130,7 +130,7 @@ def test_one_rank_tells_of_many_that_cannot_be_reached_and_none_is_missing(monke
 
 def test_a_rank_that_is_busy_is_asked_again(job: list[UdpTransport], monkeypatch: pytest.MonkeyPatch) -> None:
     desk, plain = job[0]._reception, LiveJob._ask
-    assert isinstance(desk, reception.Reception)
+    assert isinstance(desk, admission.Reception)
 
     def refuse(self: LiveJob, there: tuple[str, int], question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if there != address(job[0]):
@@ -139,7 +139,7 @@ def test_a_rank_that_is_busy_is_asked_again(job: list[UdpTransport], monkeypatch
 
     monkeypatch.setattr(LiveJob, "_ask", refuse)
     watcher = LiveJob(where(job[0]))
-    for _ in range(reception.MOST_ERRANDS):
+    for _ in range(admission.MOST_ERRANDS):
         desk._errands.acquire()
     later = threading.Timer(0.6, desk._errands.release)
     later.start()
@@ -212,8 +212,8 @@ def test_strange_questions_for_records_get_nothing(job: list[UdpTransport]) -> N
 
 def test_only_some_errands_run_at_a_time(job: list[UdpTransport]) -> None:
     desk = job[0]._reception
-    assert isinstance(desk, reception.Reception)
-    for _ in range(reception.MOST_ERRANDS):
+    assert isinstance(desk, admission.Reception)
+    for _ in range(admission.MOST_ERRANDS):
         assert desk._errands.acquire(blocking=False)
     assert ask(job[0], {"op": "tell", "for": 1}) == {"state": "busy"}
     desk._errands.release()

@@ -12,10 +12,10 @@ from pause_after_kill import job
 from returning import with_a_rank_that_returns
 from stormtorch import BoundedDrift, prepare
 from stormtorch.collectives import Group
-from stormtorch.joining.reception import Reception
+from stormtorch.joining.admission import Reception
 from stormtorch_lab.netns import Lab
 from stormtorch_lab.netns.fixtures import lab_or_skip
-from stormtorch_lab.netns.links.wires import DEVICE, address
+from stormtorch_lab.netns.links.kernel_network import DEVICE, address
 
 
 def test_rank_returns_after_more_than_65535_attempts(monkeypatch: pytest.MonkeyPatch) -> None:

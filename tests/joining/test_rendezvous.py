@@ -17,7 +17,7 @@ from stormtorch import Options, connect, faults
 from stormtorch.collectives import Group, Op, all_reduce, barrier
 from stormtorch.errors import PeerFailed, RanksMissing
 from stormtorch.joining import rendezvous, starting
-from stormtorch.udp import addresses, attendance
+from stormtorch.udp import addresses, store_rendezvous
 from stormtorch.udp.addresses import local_address
 from stormtorch.udp.udp import UdpTransport
 
@@ -174,7 +174,7 @@ def test_a_taken_port_and_a_wrong_rank_are_clear_errors() -> None:
 def test_ranks_that_do_not_come_are_named_first_in_a_warning_and_then_in_the_error(
     store_s: float, options_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attendance, "_WARN_AFTER_S", 0.1)
+    monkeypatch.setattr(store_rendezvous, "_WARN_AFTER_S", 0.1)
     store = store_of_threads(store_s)
     said = connect_all(4, lambda _: replace(OPTIONS, timeout_s=options_s), store=store, absent=(1, 3))
     for rank in (0, 2):

@@ -24,9 +24,9 @@ from reference import same_bits, values
 from stormtorch import Options, StormError
 from stormtorch.collectives import Group, Op, all_reduce, barrier
 from stormtorch.errors import NotAdmitted, PeerFailed, PeerLeft, PeerSilent, RanksMissing
-from stormtorch.udp import cards, frames
+from stormtorch.udp import cards, rpc
 from stormtorch.udp.cards import LinkKeys, unpack
-from stormtorch.udp.frames import Garbage
+from stormtorch.udp.rpc import Garbage
 from stormtorch.udp.udp import UdpTransport
 
 KEY = b"a job key of any length from sixteen bytes"
@@ -494,7 +494,7 @@ def test_who_stands_between_a_newcomer_and_a_rank_changes_what_they_say_only_wit
         for turn in range(12):
             with between((card.host, card.reception), altered=turn % 2, draw=draw) as (address, heard):
                 try:
-                    found.append(frames.ask(address, question, key=options.key, version=version("stormtorch")))
+                    found.append(rpc.ask(address, question, key=options.key, version=version("stormtorch")))
                 except (Garbage, NotAdmitted, OSError) as error:
                     found.append(error)
             # What was recorded is no answer to another greeting.

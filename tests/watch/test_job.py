@@ -9,9 +9,9 @@ import pytest
 from records import START, job_of, told
 from stormtorch.watch.columns import as_csv
 from stormtorch.watch.job import Job, named
-from stormtorch.watch.moment import Moment, State
+from stormtorch.watch.job_snapshot import Moment, State
 from stormtorch.watch.series import MOST_BINS, Series
-from stormtorch.watch.snapshot import snapshot
+from stormtorch.watch.snapshot_json import snapshot
 
 pytestmark = pytest.mark.pure
 

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from records import job_of, told
 from stormtorch.cli.tables.watch import screen
-from stormtorch.watch.snapshot import snapshot
+from stormtorch.watch.snapshot_json import snapshot
 
 pytestmark = pytest.mark.pure
 

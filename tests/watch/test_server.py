@@ -17,7 +17,7 @@ from stormtorch.telemetry.records import line_of
 from stormtorch.watch.sources import FolderSource
 from stormtorch.watch.watcher import Watcher
 from stormtorch.watch.web import pages, server
-from stormtorch.watch.web.guard import Guard
+from stormtorch.watch.web.access_guard import Guard
 from stormtorch.watch.web.server import listen, server_of
 
 

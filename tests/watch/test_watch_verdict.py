@@ -7,8 +7,8 @@ import pytest
 from records import START, job_of, told
 from stormtorch.telemetry.records import Record
 from stormtorch.watch.cost import cost_of
-from stormtorch.watch.findings import Finding, Level
-from stormtorch.watch.moment import Moment
+from stormtorch.watch.diagnoses import Finding, Level
+from stormtorch.watch.job_snapshot import Moment
 from stormtorch.watch.verdict import judge
 
 pytestmark = pytest.mark.pure

@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "link/line.hpp"
+#include "link/shared_bottleneck.hpp"
 #include "peers/credit.hpp"
 
 using namespace storm;

@@ -12,7 +12,7 @@ from typing import Any
 
 from stormtorch.checks import BadSetting, check_between, check_subset
 from stormtorch.policies.policy import Policy
-from stormtorch.telemetry.report import write_json
+from stormtorch.telemetry.json_files import write_json
 from stormtorch_lab.bench.backends import check_backends
 from stormtorch_lab.bench.replicas import BACKENDS, contenders
 from stormtorch_lab.jobs.surroundings import surroundings

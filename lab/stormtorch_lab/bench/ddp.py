@@ -39,7 +39,7 @@ from stormtorch_lab.bench.replicas import (
 from stormtorch_lab.bench.results import CPU, BackendResult, BenchReport, ideal_s, statistics
 from stormtorch_lab.jobs.control import BARRIER, ORDER, Call, Cue, Stage, Turns
 from stormtorch_lab.jobs.counters import Counters, Log, Sample, merge
-from stormtorch_lab.jobs.places import open_lab, run_here, run_in_lab
+from stormtorch_lab.jobs.launch import open_lab, run_here, run_in_lab
 from stormtorch_lab.jobs.ranks import Member
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.netns.conditions import Conditions

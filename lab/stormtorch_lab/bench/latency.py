@@ -10,8 +10,8 @@ from stormtorch.checks import check_between
 from stormtorch.collectives import Group, barrier
 from stormtorch.exchange.options import Options
 from stormtorch.reliability import EXACT
+from stormtorch.telemetry.json_files import write_json
 from stormtorch.telemetry.progress import Advance, ignore_progress
-from stormtorch.telemetry.report import write_json
 from stormtorch.telemetry.statistics import median, percentile
 from stormtorch_lab.bench.backends import BACKENDS, MPI, Storm, check_backends
 from stormtorch_lab.bench.results import CPU, cpu_s_per_gb
@@ -19,7 +19,7 @@ from stormtorch_lab.bench.rounds import Schedule, run_rounds
 from stormtorch_lab.jobs.control import BARRIER, TIMES
 from stormtorch_lab.jobs.counters import Log, merge
 from stormtorch_lab.jobs.gloo import gloo_group
-from stormtorch_lab.jobs.places import run_here
+from stormtorch_lab.jobs.launch import run_here
 from stormtorch_lab.jobs.ranks import LOOPBACK, Member
 from stormtorch_lab.jobs.surroundings import surroundings
 

@@ -19,7 +19,7 @@ from stormtorch_lab.bench.replicas import GlooReplica, Replica, close_groups, op
 from stormtorch_lab.jobs.control import Cue, Stage
 from stormtorch_lab.jobs.counters import Delivery
 from stormtorch_lab.jobs.failed import RankFailed
-from stormtorch_lab.jobs.places import open_lab, run_here, run_in_lab
+from stormtorch_lab.jobs.launch import open_lab, run_here, run_in_lab
 from stormtorch_lab.jobs.ranks import Member
 from stormtorch_lab.tasks.models.llama import Llama
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from stormtorch.telemetry.report import write_json
+from stormtorch.telemetry.json_files import write_json
 from stormtorch.telemetry.statistics import median, percentile
 from stormtorch_lab.bench.backends import Copies
 from stormtorch_lab.jobs.counters import Log, Sample

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from stormtorch.checks import BadCondition, BadSetting, check_between
+from stormtorch.telemetry.json_files import write_json
 from stormtorch.telemetry.progress import Advance, ignore_progress
-from stormtorch.telemetry.report import write_json
 from stormtorch.telemetry.text import condition_text
 from stormtorch_lab.bench.allreduce import LINE_IDEAL, AllReduceSettings, run_allreduce_in
 from stormtorch_lab.bench.backends import LAB_DEFAULT, congestion_controls
 from stormtorch_lab.bench.results import AllReduceResult, ideal_bytes
 from stormtorch_lab.jobs.control import BARRIER, TIMES
 from stormtorch_lab.jobs.failed import RankFailed
-from stormtorch_lab.jobs.places import open_lab
+from stormtorch_lab.jobs.launch import open_lab
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.netns.access import LabError, LabUnavailable
 from stormtorch_lab.netns.conditions import Conditions

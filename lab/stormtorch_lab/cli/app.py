@@ -1,6 +1,6 @@
 """The lab's commands, as the command `stormtorch` finds them."""
 
-from stormtorch.cli.terminal.helping import App
+from stormtorch.cli.terminal.help_layout import App
 from stormtorch_lab.cli import lab, train
 from stormtorch_lab.cli.benches import exchanges
 from stormtorch_lab.cli.chaos import chaos

@@ -266,7 +266,7 @@ def _conclude(found: _Found, console: Console, page: Path, json: Path | None) ->
     from rich.panel import Panel
     from rich.text import Text
 
-    from stormtorch.telemetry.report import without_nan, write_json
+    from stormtorch.telemetry.json_files import without_nan, write_json
     from stormtorch_lab.report.demo import accuracy_sentence, busy_sentence, demo_page, demo_verdict
     from stormtorch_lab.report.page import page_html
     from stormtorch_lab.report.race import learners_of, same_steps

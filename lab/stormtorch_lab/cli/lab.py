@@ -16,7 +16,7 @@ from rich.console import Console
 
 from stormtorch.checks import BadCondition
 from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
-from stormtorch.cli.terminal.helping import App
+from stormtorch.cli.terminal.help_layout import App
 from stormtorch.cli.terminal.options import Json
 from stormtorch_lab.cli.networks import typed_burst
 from stormtorch_lab.cli.terminal.options import (

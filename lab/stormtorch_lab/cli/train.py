@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from stormtorch.cli.console import check_outputs, friendly_errors, names, save
-from stormtorch.cli.terminal.helping import App
+from stormtorch.cli.terminal.help_layout import App
 from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli.networks import lab_network, typed_burst
 from stormtorch_lab.cli.terminal.choices import TRAIN_POLICIES, Shards, Weights, Wire

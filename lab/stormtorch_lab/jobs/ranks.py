@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import Store
 
 from stormtorch_lab.jobs.failed import RankFailed
 from stormtorch_lab.netns.lab import MASTER_PORT, Lab
-from stormtorch_lab.netns.links.wires import DEVICE, MANAGEMENT_DEVICE
+from stormtorch_lab.netns.links.kernel_network import DEVICE, MANAGEMENT_DEVICE
 
 Result = TypeVar("Result")
 

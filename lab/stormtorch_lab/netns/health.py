@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Iterator
 
-from stormtorch.doctor.finding import Finding, Level
+from stormtorch.doctor.diagnosis import Finding, Level
 from stormtorch_lab.netns.access import LabUnavailable
 from stormtorch_lab.netns.lab import try_lab
 

@@ -35,10 +35,7 @@ from stormtorch_lab.netns.access import (
 )
 from stormtorch_lab.netns.conditions import MOST_HOSTS, Conditions
 from stormtorch_lab.netns.links.cable import CableNetwork
-from stormtorch_lab.netns.links.nat import Router, private_address
-from stormtorch_lab.netns.links.paths import FurtherPaths, check_paths
-from stormtorch_lab.netns.links.relay import RelayNetwork
-from stormtorch_lab.netns.links.wires import (
+from stormtorch_lab.netns.links.kernel_network import (
     DEVICE,
     MANAGEMENT_DEVICE,
     KernelNetwork,
@@ -48,6 +45,9 @@ from stormtorch_lab.netns.links.wires import (
     make_bridge,
     management_address,
 )
+from stormtorch_lab.netns.links.nat import Router, private_address
+from stormtorch_lab.netns.links.paths import FurtherPaths, check_paths
+from stormtorch_lab.netns.links.relay import RelayNetwork
 from stormtorch_lab.netns.measured import LinkCount, Measured
 from stormtorch_lab.netns.namespaces import Holder, send_inside
 from stormtorch_lab.netns.probing import probe_words, run_probes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stormtorch_lab.netns.access import LabError
-from stormtorch_lab.netns.links.wires import address
+from stormtorch_lab.netns.links.kernel_network import address
 
 _PROBE_PACKETS = 10
 _PROBE_S = 0.4

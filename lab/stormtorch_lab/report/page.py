@@ -12,7 +12,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from stormtorch.telemetry.report import without_nan
+from stormtorch.telemetry.json_files import without_nan
 from stormtorch_lab.report.parts import Bars, Cell, Grid, Lines, Page, Part, Section, Table, Timeline
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"

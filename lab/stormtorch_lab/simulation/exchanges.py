@@ -10,7 +10,7 @@ from torch import Tensor
 from stormtorch.checks import BadSetting
 from stormtorch.network.loss import SlowBackward
 from stormtorch.policies import rules
-from stormtorch.policies.guard import LossMeter
+from stormtorch.policies.convergence_guard import LossMeter
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.reliability import EXACT, Reliability

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stormtorch.policies.guard import LossMeter
+from stormtorch.policies.convergence_guard import LossMeter
 
 
 class LinkLosses:

@@ -11,7 +11,7 @@ from torch import nn
 from stormtorch.checks import BadSetting
 from stormtorch.network.loss import SlowBackward
 from stormtorch.policies import rules
-from stormtorch.policies.guard import Guard, LossMeter
+from stormtorch.policies.convergence_guard import Guard, LossMeter
 from stormtorch.policies.memory import Store
 from stormtorch.policies.policy import OwnerPolicy, applied, overrides, takes
 from stormtorch.telemetry.ledger import Row, links_of

@@ -16,13 +16,13 @@ from stormtorch.joining.rendezvous import connect
 from stormtorch.network.faults import faults
 from stormtorch.policies.policy import Policy
 from stormtorch.policies.rank_policy import RankPolicy
-from stormtorch.runtime.memory.norms import clip_grad_norm_
+from stormtorch.runtime.memory.gradient_norms import clip_grad_norm_
 from stormtorch.runtime.prepare import exact, prepare
 from stormtorch.telemetry.progress import Advance, ignore_progress
 from stormtorch.telemetry.statistics import mean, median
 from stormtorch_lab.jobs.control import Contender, Cue, Stage
 from stormtorch_lab.jobs.counters import Counters
-from stormtorch_lab.jobs.places import open_lab, run_here, run_in_lab
+from stormtorch_lab.jobs.launch import open_lab, run_here, run_in_lab
 from stormtorch_lab.jobs.ranks import Member
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.studies.results import TrainReport, TrainResult, exp_of

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from stormtorch.telemetry.report import without_nan, write_json
+from stormtorch.telemetry.json_files import without_nan, write_json
 from stormtorch.telemetry.statistics import mean
 from stormtorch_lab.studies.settings import SimSettings, StudySettings, TrainSettings
 

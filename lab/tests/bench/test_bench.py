@@ -13,7 +13,7 @@ import torch
 from commands import ranks_left
 from stormtorch.checks import BadSetting
 from stormtorch.cli.plots import check_plot
-from stormtorch.telemetry.report import write_json
+from stormtorch.telemetry.json_files import write_json
 from stormtorch.telemetry.statistics import median, percentile
 from stormtorch.telemetry.text import crowding_text, loss_text, share_text, size_text, time_text
 from stormtorch_lab.bench.allreduce import AllReduceSettings, run_allreduce

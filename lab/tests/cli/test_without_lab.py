@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 import stormtorch
 import stormtorch_lab
-from stormtorch.cli.terminal.helping import LAB_COMMANDS, App
+from stormtorch.cli.terminal.help_layout import LAB_COMMANDS, App
 from stormtorch_lab.cli.app import add
 
 pytestmark = pytest.mark.pure

@@ -11,7 +11,7 @@ from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Trace
 from stormtorch_lab.cli.tables.lab import requested_text
 from stormtorch_lab.netns.access import LabUnavailable, find_access, tool
 from stormtorch_lab.netns.conditions import Conditions, HostLine, between, both_ways
-from stormtorch_lab.netns.links.wires import _bits, ruleset, shape
+from stormtorch_lab.netns.links.kernel_network import _bits, ruleset, shape
 from stormtorch_lab.netns.measured import LineCount, LinkCount, Measured
 from stormtorch_lab.netns.per_link import read_per_link
 

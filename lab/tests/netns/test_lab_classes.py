@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from stormtorch_lab.netns import BadCondition, Conditions, Lab
-from stormtorch_lab.netns.links.wires import shape
+from stormtorch_lab.netns.links.kernel_network import shape
 from stormtorch_lab.netns.measured import LineCount, Measured
 
 MakeLab = Callable[..., Lab]

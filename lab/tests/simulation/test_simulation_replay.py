@@ -16,7 +16,7 @@ from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options,
 from stormtorch.exchange.exchange import Arrival
 from stormtorch.policies import DiLoCo
 from stormtorch.policies.policy import OwnerPolicy, Policy
-from stormtorch.runtime.memory.arrivals import Links
+from stormtorch.runtime.memory.arrival_counts import Links
 from stormtorch_lab.policies import AREA, MIFA
 from stormtorch_lab.policies.presets import PolicySettings, make_policy
 from stormtorch_lab.simulation import exchanges

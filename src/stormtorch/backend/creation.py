@@ -15,7 +15,7 @@ from stormtorch.exchange.keys import VARIABLE as KEY_VARIABLE
 from stormtorch.exchange.options import Options
 from stormtorch.joining.rendezvous import connect
 from stormtorch.reliability import Priority
-from stormtorch.udp.attendance import Attendance
+from stormtorch.udp.store_rendezvous import Attendance
 from stormtorch.udp.udp import UdpTransport
 
 INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"

@@ -11,13 +11,13 @@ from torch.distributed.distributed_c10d import Store
 
 from stormtorch.backend import within_step
 from stormtorch.backend.any_source import Receives
-from stormtorch.backend.flight import Flight
+from stormtorch.backend.flight_recorder import Flight
 from stormtorch.backend.identity import Identity
 from stormtorch.backend.tensors import Staged
 from stormtorch.backend.work import StormWork
 from stormtorch.collectives import Group, Op
 from stormtorch.errors import Closed
-from stormtorch.staging.order import Begin, Order
+from stormtorch.staging.launch_queue import Begin, Order
 
 Tensors = Sequence[torch.Tensor]
 

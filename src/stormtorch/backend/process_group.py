@@ -16,7 +16,7 @@ from stormtorch import collectives
 from stormtorch.backend.compiler import keep_from_compiler
 from stormtorch.backend.identity import Identity
 from stormtorch.backend.launching import Launching, Tensors, multiplied, multiply
-from stormtorch.backend.pairs import Pairs
+from stormtorch.backend.point_to_point import Pairs
 from stormtorch.backend.sparse import sum_sparse
 from stormtorch.backend.tensors import Staged, one, pieces, split
 from stormtorch.backend.work import StormWork

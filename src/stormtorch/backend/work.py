@@ -15,7 +15,7 @@ from stormtorch.backend import native_future
 from stormtorch.backend.tensors import Staged
 from stormtorch.errors import Closed, ExchangeTimeout
 from stormtorch.exchange.waiting import doing
-from stormtorch.staging.order import Started
+from stormtorch.staging.launch_queue import Started
 from stormtorch.staging.threads import run_soon
 
 Begun = Sequence[Started] | futures.Future[Sequence[Started]]

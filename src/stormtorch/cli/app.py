@@ -8,7 +8,7 @@ import typer
 from stormtorch.cli.doctor import doctor
 from stormtorch.cli.ledger import ledger
 from stormtorch.cli.postmortem import postmortem
-from stormtorch.cli.terminal.helping import App
+from stormtorch.cli.terminal.help_layout import App
 from stormtorch.cli.watch import watch
 
 app = App(

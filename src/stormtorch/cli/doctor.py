@@ -14,8 +14,8 @@ from stormtorch.cli.console import check_file, ending_signals, friendly_errors, 
 from stormtorch.cli.terminal.options import Json
 
 if TYPE_CHECKING:
+    from stormtorch.doctor.diagnosis import Finding
     from stormtorch.doctor.director import Director
-    from stormtorch.doctor.finding import Finding
     from stormtorch.doctor.starting import Launched
     from stormtorch.doctor.worker import Post
 
@@ -251,6 +251,6 @@ def _writer(data: dict[str, Any]) -> Callable[[Path], None]:
 
 
 def _code(findings: list[Finding]) -> int:
-    from stormtorch.doctor.finding import Level, worst
+    from stormtorch.doctor.diagnosis import Level, worst
 
     return 1 if worst(findings) is Level.PROBLEM else 0

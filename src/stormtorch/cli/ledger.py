@@ -11,7 +11,7 @@ from stormtorch.cli.console import check_file, check_outputs, friendly_errors, s
 from stormtorch.cli.terminal.options import Json, Plot
 
 if TYPE_CHECKING:
-    from stormtorch.telemetry.accounts import Account
+    from stormtorch.telemetry.histories import Account
 
 
 def ledger(
@@ -44,8 +44,8 @@ def ledger(
         from rich.console import Console
 
         from stormtorch.cli.tables.ledger import show_accounts
-        from stormtorch.telemetry.accounts import answer, links_of, read_accounts, summary
-        from stormtorch.telemetry.report import without_nan, write_json
+        from stormtorch.telemetry.histories import answer, links_of, read_accounts, summary
+        from stormtorch.telemetry.json_files import without_nan, write_json
 
         check_outputs(json, plot)
         check_file("csv", csv)
@@ -68,7 +68,7 @@ def ledger(
 
 
 def _write_csv(accounts: "list[Account]", path: Path) -> None:
-    from stormtorch.telemetry.accounts import COLUMNS
+    from stormtorch.telemetry.histories import COLUMNS
 
     with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv_format.writer(file)

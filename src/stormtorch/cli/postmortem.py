@@ -52,8 +52,8 @@ def postmortem(
 
         from stormtorch.cli.tables.postmortem import show_findings
         from stormtorch.folders import flights_folder
+        from stormtorch.telemetry.json_files import write_json
         from stormtorch.telemetry.postmortem import find, read_flights
-        from stormtorch.telemetry.report import write_json
 
         check_outputs(json)
         try:

@@ -16,7 +16,7 @@ from stormtorch.cli.console import check_file, friendly_errors, save
 
 if TYPE_CHECKING:
     from stormtorch.watch.watcher import Watcher
-    from stormtorch.watch.web.guard import Guard
+    from stormtorch.watch.web.access_guard import Guard
 
 _WEB, _FILES = "The web page", "Files"
 _PORT = 8420
@@ -263,7 +263,7 @@ def _serve(watcher: "Watcher", host: str, port: int | None) -> None:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise typer.BadParameter(f"needs a web server: {_EXTRA}", param_hint="--web") from error
-    from stormtorch.watch.web.guard import Guard, is_loopback
+    from stormtorch.watch.web.access_guard import Guard, is_loopback
 
     try:
         try:

@@ -28,7 +28,7 @@ from stormtorch.collectives.hierarchy import (
     reduce_scatter,
     reduce_scatter_on_grids,
 )
-from stormtorch.collectives.pair import receive, send
+from stormtorch.collectives.point_to_point import receive, send
 from stormtorch.collectives.reduce import reduce
 from stormtorch.collectives.scatter import scatter
 

@@ -2,7 +2,7 @@
 
 from stormtorch.collectives.base.group import Group
 from stormtorch.exchange.options import Options
-from stormtorch.joining.newcomer import come_in
+from stormtorch.joining.join_client import come_in
 from stormtorch.udp.addresses import addresses
 from stormtorch.udp.leaving import say_goodbye_on_error
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stormtorch.doctor.measured import Examination, Link
+from stormtorch.doctor.examination import Examination, Link
 from stormtorch.doctor.verdict import LOSS_NOTE
 from stormtorch.telemetry.statistics import mean
 from stormtorch.theory import predict

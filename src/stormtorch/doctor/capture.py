@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stormtorch.doctor.measured import Examination, Link
+from stormtorch.doctor.examination import Examination, Link
 
 # Below that, the lab's own bridge is slower, and a delay would need another kind of network.
 _LEAST_DELAY_S = 0.001

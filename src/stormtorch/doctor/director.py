@@ -8,7 +8,7 @@ from typing import Any
 
 from stormtorch.doctor.channels import Channel, RankLost
 from stormtorch.doctor.datagrams import COOKIE_BYTES
-from stormtorch.doctor.measured import Examination, Link, Rank
+from stormtorch.doctor.examination import Examination, Link, Rank
 from stormtorch.telemetry.progress import Advance
 
 _ROUND_S, _LEAST_ROUND_S, _MOST_S = 5.5, 1.0, 60.0

@@ -9,8 +9,8 @@ import ipaddress
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from stormtorch.doctor.finding import Finding, Level
-from stormtorch.doctor.measured import Examination, Link
+from stormtorch.doctor.diagnosis import Finding, Level
+from stormtorch.doctor.examination import Examination, Link
 from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES
 from stormtorch.telemetry.statistics import median, percentile
 from stormtorch.telemetry.text import loss_text, rate_text, signed_time_text, size_text, time_text

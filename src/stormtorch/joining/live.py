@@ -11,9 +11,9 @@ from importlib.metadata import version
 from typing import Any
 
 from stormtorch.errors import NotAdmitted
-from stormtorch.joining.reception import MOST_ERRANDS
+from stormtorch.joining.admission import MOST_ERRANDS
 from stormtorch.telemetry.records import Record, Who, checked
-from stormtorch.udp import frames
+from stormtorch.udp import rpc as frames
 from stormtorch.udp.addresses import Address, addresses
 
 _ASK_S = 2.0

@@ -15,11 +15,10 @@ from torch.distributed.distributed_c10d import Store
 
 from stormtorch.exchange.keys import VARIABLE as KEY_VARIABLE
 from stormtorch.exchange.options import Options
-from stormtorch.joining.newcomer import check_path, come_in, receptions
-from stormtorch.joining.reception import not_yet
+from stormtorch.joining.admission import not_yet
+from stormtorch.joining.join_client import check_path, come_in, receptions
 from stormtorch.joining.restarting import Generations, JobRuns
 from stormtorch.joining.starting import bind, receive_newcomers, start
-from stormtorch.udp.attendance import Attendance
 from stormtorch.udp.cards import (
     ADVICE,
     Card,
@@ -34,6 +33,7 @@ from stormtorch.udp.cards import (
     publish,
     publish_later,
 )
+from stormtorch.udp.store_rendezvous import Attendance
 from stormtorch.udp.udp import UdpTransport
 
 _log = logging.getLogger("stormtorch")

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 
 from stormtorch.errors import RanksMissing
 from stormtorch.exchange.options import Options
-from stormtorch.joining.newcomer import probe, receptions
+from stormtorch.joining.join_client import probe, receptions
 from stormtorch.udp.addresses import Address
 from stormtorch.udp.cards import Card, first_if_there, known
 

@@ -12,15 +12,15 @@ from torch.distributed.distributed_c10d import Store
 import stormtorch._engine as _engine
 from stormtorch.exchange.lanes import own_cores, sockets_to_open
 from stormtorch.exchange.options import Options
-from stormtorch.joining.reception import Reception
+from stormtorch.joining.admission import Reception
+from stormtorch.udp.address_book import Whereabouts, translated
 from stormtorch.udp.addresses import check_families, from_here, line_mbit, local_address
 from stormtorch.udp.cards import Agreement, Card, Job, LinkKeys
-from stormtorch.udp.frames import Answer, Listener
-from stormtorch.udp.keeper import keep_views
 from stormtorch.udp.machine import machine_id
 from stormtorch.udp.roaming import Roaming
+from stormtorch.udp.rpc import Answer, Listener
 from stormtorch.udp.udp import UdpTransport
-from stormtorch.udp.whereabouts import Whereabouts, translated
+from stormtorch.udp.view_installer import keep_views
 
 _log = logging.getLogger("stormtorch")
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from stormtorch.checks import check
-from stormtorch.policies.declared import check_class
+from stormtorch.policies.class_checks import check_class
 from stormtorch.reliability import LOSSY, Priority, Reliability
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int4)  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ class OwnerPolicy(Policy):
     gradients at a deadline that is learned from how long the ranks take: its next gradients count for the steps that it
     missed. A number is a deadline in seconds from when a rank has its parameters; gradients that a rank has computed
     until then count, as soon as one rank has all. A policy may set one for each step, by `deadline_at`. See
-    `stormtorch.runtime.owner.timed`."""
+    `stormtorch.runtime.owner.deadline_session`."""
     max_lag: int | None = None
     """Steps that a copy may be out of date: one that would be older is fetched exactly. None sets no bound."""
     guard: float | None = 0.5

@@ -18,8 +18,8 @@ from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime.memory import personal as personal_parts
 from stormtorch.runtime.memory.scaling import watch_scalers
+from stormtorch.runtime.owner.deadline_session import TimedSession
 from stormtorch.runtime.owner.sharded import ShardedSession
-from stormtorch.runtime.owner.timed import TimedSession
 from stormtorch.runtime.rank.gradient_session import GradientSession
 from stormtorch.runtime.rank.model_session import ModelSession
 from stormtorch.runtime.recording.recorder import record_session

@@ -33,20 +33,20 @@ from stormtorch.exchange.waiting import (
     attends,
 )
 from stormtorch.reliability import Priority
+from stormtorch.udp.address_book import Whereabouts
 from stormtorch.udp.addresses import from_here
 from stormtorch.udp.cards import Card, unpack
-from stormtorch.udp.frames import Listener
-from stormtorch.udp.keeper import keep_views
 from stormtorch.udp.leaving import why_left
 from stormtorch.udp.roaming import Roaming
-from stormtorch.udp.sharing import Sharing
-from stormtorch.udp.whereabouts import Whereabouts
+from stormtorch.udp.rpc import Listener
+from stormtorch.udp.shared_memory import Sharing
+from stormtorch.udp.view_installer import keep_views
 
 _log = logging.getLogger("stormtorch")
 
 
 class Receives(Protocol):
-    """Answers to newcomers, on behalf of a transport: see `stormtorch.joining.reception`."""
+    """Answers to newcomers, on behalf of a transport: see `stormtorch.joining.admission`."""
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any] | bytes:
         """Answers a question of a newcomer."""

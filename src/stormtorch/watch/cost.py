@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from stormtorch import theory
-from stormtorch.watch.moment import Moment
+from stormtorch.watch.job_snapshot import Moment
 
 # Formulas of theory need less than everything to be lost.
 _MOST_LOSS = 0.9

@@ -5,9 +5,9 @@ from statistics import median
 
 from stormtorch.telemetry.text import time_text
 from stormtorch.watch.cost import Cost, cost_of
-from stormtorch.watch.findings import Finding, Level, does, percent, where
+from stormtorch.watch.diagnoses import Finding, Level, does, percent, where
 from stormtorch.watch.job import named
-from stormtorch.watch.moment import Moment, State
+from stormtorch.watch.job_snapshot import Moment, State
 from stormtorch.watch.verdict_links import lines, losses
 
 # A rank is slow if it computes for longer than the others by this factor; ranks on equal machines differ by about a

@@ -5,8 +5,8 @@ from statistics import median
 
 from stormtorch.telemetry.text import rate_text, time_text
 from stormtorch.watch.cost import cost_of
-from stormtorch.watch.findings import Finding, Level, does, percent, where
-from stormtorch.watch.moment import LinkState, Moment
+from stormtorch.watch.diagnoses import Finding, Level, does, percent, where
+from stormtorch.watch.job_snapshot import LinkState, Moment
 
 # A rank or link stands out if it loses at least this. Half a percent is beyond what healthy Ethernet does (below
 # 0.01 %), and what Wi-Fi shows in good times; an estimate of a thousand datagrams is good to about 0.2 %.

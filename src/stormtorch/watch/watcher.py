@@ -9,7 +9,7 @@ from stormtorch.telemetry.records import Record, Who
 from stormtorch.watch.fields import time_of
 from stormtorch.watch.job import Job
 from stormtorch.watch.prometheus import JobMetrics
-from stormtorch.watch.snapshot import snapshot
+from stormtorch.watch.snapshot_json import snapshot
 from stormtorch.watch.sources import Source
 
 # A file that is read for the first time is as old as the file system says, unless its records say that it is older by

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from recompute import recompute
-from recompute_books import Differs
 from recompute_check import check
 from recompute_program import Event, Program, Schedule
+from recompute_recordings import Differs
 
 # Deaths within a step, one after the other: while gradients are on their way, before the standby has those of the
 # owner, and while parameters are on their way.

@@ -13,7 +13,7 @@ from returning import with_a_rank_that_returns
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, prepare
 from stormtorch.collectives import Group
 from stormtorch.exchange.exchange import Transport
-from stormtorch.runtime.members.beside import Beside
+from stormtorch.runtime.members.auxiliary_state import Beside
 from survey_cases import Loop, Subject, judge
 from survey_idioms import IDIOMS
 from survey_optimizers import step

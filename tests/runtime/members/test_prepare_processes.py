@@ -23,7 +23,7 @@ from stormtorch.collectives import Group, barrier
 from stormtorch.exchange.exchange import Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.policies.policy import Policy
-from stormtorch.runtime.members.calls import Calls
+from stormtorch.runtime.members.served_collectives import Calls
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.session.session import Session, sessions_of
 from stormtorch_lab.jobs.ranks import Member, run_ranks

@@ -1,7 +1,7 @@
 """A web service beside a training on the same lines: what is asked for.
 
 report = ColocateReport.begin(settings)         # of bench/services/colocate_results.py
-run_colocate(settings, report.runs.append)      # of bench/services/neighbours.py
+run_colocate(settings, report.runs.append)      # of bench/services/colocate_run.py
 """
 
 from collections.abc import Sequence

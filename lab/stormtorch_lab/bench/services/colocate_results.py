@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stormtorch.checks import blaming
-from stormtorch.telemetry.report import without_nan, write_json
+from stormtorch.telemetry.json_files import without_nan, write_json
 from stormtorch.telemetry.statistics import mean
 from stormtorch_lab.bench.services.colocate import DDP, DDP_LOW, NONE, TRAININGS, Case, ColocateSettings
 from stormtorch_lab.bench.services.service import ServiceResult

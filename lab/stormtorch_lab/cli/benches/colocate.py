@@ -156,7 +156,7 @@ def colocate(
         from stormtorch.cli.terminal.screen import progress_bar
         from stormtorch_lab.bench.services.colocate import ColocateSettings
         from stormtorch_lab.bench.services.colocate_results import ColocateReport
-        from stormtorch_lab.bench.services.neighbours import run_colocate
+        from stormtorch_lab.bench.services.colocate_run import run_colocate
         from stormtorch_lab.bench.services.service import find_nginx
         from stormtorch_lab.cli.plots.colocate import plot_colocate
         from stormtorch_lab.cli.tables.colocate import colocate_table

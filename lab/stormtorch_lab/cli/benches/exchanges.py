@@ -7,7 +7,7 @@ from rich.console import Console
 
 from stormtorch.cli.console import check_outputs, friendly_errors, names, numbers, save
 from stormtorch.cli.terminal.completion import offer_list
-from stormtorch.cli.terminal.helping import App
+from stormtorch.cli.terminal.help_layout import App
 from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli.benches import colocate, steps, suite, virtual
 from stormtorch_lab.cli.networks import lab_network, typed_burst, with_links
@@ -280,8 +280,8 @@ def manners(
     """
     with friendly_errors():
         from stormtorch.cli.terminal.screen import progress_bar
-        from stormtorch_lab.bench.sharing.finding import MannersSettings
-        from stormtorch_lab.bench.sharing.manners import run_manners
+        from stormtorch_lab.bench.sharing.fairness import run_manners
+        from stormtorch_lab.bench.sharing.fairness_results import MannersSettings
         from stormtorch_lab.cli.tables.bench import manners_table
 
         settings = MannersSettings(

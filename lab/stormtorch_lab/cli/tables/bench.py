@@ -22,7 +22,7 @@ from stormtorch_lab.cli.tables.captions import loss_sentence, much_withheld, rou
 
 if TYPE_CHECKING:
     from stormtorch_lab.bench.latency import LatencyReport
-    from stormtorch_lab.bench.sharing.manners import MannersReport
+    from stormtorch_lab.bench.sharing.fairness import MannersReport
     from stormtorch_lab.bench.sweep import SweepReport
 
 

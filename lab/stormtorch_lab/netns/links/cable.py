@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from stormtorch_lab.netns.access import tool
 from stormtorch_lab.netns.conditions import Conditions
-from stormtorch_lab.netns.links.wires import DEVICE, address, set_up
+from stormtorch_lab.netns.links.kernel_network import DEVICE, address, set_up
 from stormtorch_lab.netns.measured import LineCount, LinkCount
 from stormtorch_lab.netns.namespaces import Holder
 

@@ -8,7 +8,7 @@ import sys
 
 from stormtorch_lab.netns.access import tool
 from stormtorch_lab.netns.conditions import SYMMETRIC
-from stormtorch_lab.netns.links.wires import DEVICE, NO_BUNDLES, set_up
+from stormtorch_lab.netns.links.kernel_network import DEVICE, NO_BUNDLES, set_up
 from stormtorch_lab.netns.namespaces import Holder
 
 _INSIDE = "lan0"

@@ -6,7 +6,7 @@ from typing import Any
 from stormtorch.checks import BadCondition
 from stormtorch_lab.netns.access import has_netem
 from stormtorch_lab.netns.conditions import Conditions
-from stormtorch_lab.netns.links.wires import KernelNetwork, Wiring
+from stormtorch_lab.netns.links.kernel_network import KernelNetwork, Wiring
 from stormtorch_lab.netns.measured import LinkCount
 from stormtorch_lab.netns.namespaces import Holder
 

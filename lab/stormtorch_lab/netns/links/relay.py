@@ -20,7 +20,7 @@ from typing import Any
 from stormtorch.network.loss import Trace
 from stormtorch_lab.netns.access import LabError, LabUnavailable, NotForThisUser, tool
 from stormtorch_lab.netns.conditions import Conditions
-from stormtorch_lab.netns.links.wires import DEVICE, address, set_up
+from stormtorch_lab.netns.links.kernel_network import DEVICE, address, set_up
 from stormtorch_lab.netns.measured import LineCount, LinkCount
 from stormtorch_lab.netns.namespaces import Holder
 

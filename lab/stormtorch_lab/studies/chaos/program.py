@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stormtorch.policies.policy import OwnerPolicy, Policy
-from stormtorch.runtime.memory.norms import clip_grad_norm_
+from stormtorch.runtime.memory.gradient_norms import clip_grad_norm_
 from stormtorch_lab.tasks.task import seeded
 
 _CLOSURE_EVERY, _CLAMP_EVERY = 10, 5

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stormtorch.telemetry.report import without_nan, write_json
+from stormtorch.telemetry.json_files import without_nan, write_json
 from stormtorch.telemetry.statistics import median
 from stormtorch_lab.studies.chaos.faults import KINDS
 from stormtorch_lab.studies.chaos.invariants import Check, final_loss

@@ -12,7 +12,7 @@ from stormtorch.telemetry.progress import Advance, ignore_progress
 from stormtorch_lab.jobs.failed import RankFailed
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.netns.lab import Lab
-from stormtorch_lab.studies.chaos.drill import LEAVE_S, WORKER, Drill
+from stormtorch_lab.studies.chaos.fault_injector import LEAVE_S, WORKER, Drill
 from stormtorch_lab.studies.chaos.faults import Fault
 from stormtorch_lab.studies.chaos.invariants import Run, check_run, final_loss
 from stormtorch_lab.studies.chaos.logs import History

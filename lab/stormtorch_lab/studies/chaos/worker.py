@@ -32,7 +32,7 @@ from stormtorch.exchange.keys import VARIABLE as KEY_VARIABLE
 from stormtorch.exchange.options import Options
 from stormtorch.joining.rendezvous import connect
 from stormtorch.runtime.prepare import exact, prepare
-from stormtorch_lab.netns.links.wires import DEVICE, address
+from stormtorch_lab.netns.links.kernel_network import DEVICE, address
 from stormtorch_lab.policies.presets import make_policy
 from stormtorch_lab.studies.chaos.logs import log_path
 from stormtorch_lab.studies.chaos.program import Program, second_model

@@ -14,10 +14,10 @@ from commands import ENVIRONMENT, STORMTORCH, call, ranks_left, text_of
 from stormtorch.checks import BadSetting
 from stormtorch.reliability import EXACT
 from stormtorch_lab.bench.services.colocate import NONE, TRAININGS, Case, ColocateSettings
+from stormtorch_lab.bench.services.colocate_rank import policy_for
 from stormtorch_lab.bench.services.colocate_results import ColocateReport, RunResult, TrainingResult, rate_at
-from stormtorch_lab.bench.services.neighbours import run_colocate
+from stormtorch_lab.bench.services.colocate_run import run_colocate
 from stormtorch_lab.bench.services.service import ServiceResult, find_nginx
-from stormtorch_lab.bench.services.trainees import policy_for
 from stormtorch_lab.cli.plots.colocate import headline, plot_colocate
 from stormtorch_lab.cli.tables.colocate import colocate_table
 from stormtorch_lab.netns import Conditions

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stormtorch.telemetry.statistics import mean
 
 if TYPE_CHECKING:
-    from stormtorch.telemetry.accounts import Account
+    from stormtorch.telemetry.histories import Account
 
 # Okabe-Ito: colours that colour-blind people tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#F0E442", "#000000")

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from stormtorch.cli.terminal.screen import hang, new_table
 from stormtorch.doctor.advice import Advice, Cost
-from stormtorch.doctor.finding import Finding, Level
-from stormtorch.doctor.measured import Examination, Link
+from stormtorch.doctor.diagnosis import Finding, Level
+from stormtorch.doctor.examination import Examination, Link
 from stormtorch.doctor.verdict import LOSS_PROBLEM
 from stormtorch.telemetry.text import loss_text, rate_text, time_text
 

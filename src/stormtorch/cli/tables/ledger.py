@@ -8,11 +8,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from stormtorch.cli.terminal.screen import new_table
-from stormtorch.telemetry.accounts import answer, links_of
+from stormtorch.telemetry.histories import answer, links_of
 from stormtorch.telemetry.text import loss_text, share_text, size_text, time_text
 
 if TYPE_CHECKING:
-    from stormtorch.telemetry.accounts import Account
+    from stormtorch.telemetry.histories import Account
 
 _SHOWN_LINKS = 8
 _SHOWN_EVENTS = 10

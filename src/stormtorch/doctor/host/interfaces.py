@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from stormtorch.doctor.finding import Finding, Level
+from stormtorch.doctor.diagnosis import Finding, Level
 from stormtorch.telemetry.text import loss_text, rate_text
 
 _ROUTES, _COUNTERS = Path("/proc/net/route"), Path("/proc/net/dev")

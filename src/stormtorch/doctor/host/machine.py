@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from stormtorch.doctor.finding import Finding, Level
+from stormtorch.doctor.diagnosis import Finding, Level
 from stormtorch.doctor.host.interfaces import check_interfaces
 from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES, UDP_GRO, UDP_SEGMENT, granted, set_buffers
 from stormtorch.doctor.verdict import LEAST_BUFFER_BYTES

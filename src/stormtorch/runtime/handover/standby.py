@@ -25,14 +25,14 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.collectives.base import objects
 from stormtorch.runtime.handover.reports import ShardReport
-from stormtorch.runtime.members.beside import Beside, Path
+from stormtorch.runtime.members.auxiliary_state import Beside, Path
 from stormtorch.runtime.memory import fingerprints
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.holdings import Holding, Record, State, build
 from stormtorch.runtime.memory.layout import Piece
 from stormtorch.runtime.memory.randomness import Randomness
-from stormtorch.runtime.memory.shards import MASTER
-from stormtorch.staging.order import Order
+from stormtorch.runtime.memory.shard_state import Holding, Record, State, build
+from stormtorch.runtime.memory.sharded_optimizer import MASTER
+from stormtorch.staging.launch_queue import Order
 
 _MOST_STEPS = 16
 """Most steps from one comparison with the owner to the next."""

@@ -18,8 +18,8 @@ from stormtorch.errors import StormError
 from stormtorch.runtime.handover.moves import Cut, Move, Source, orphans, plan_moves
 from stormtorch.runtime.memory import fingerprints
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.holdings import Holding, Record, State, build
 from stormtorch.runtime.memory.layout import Layout, Piece
+from stormtorch.runtime.memory.shard_state import Holding, Record, State, build
 
 
 @dataclass

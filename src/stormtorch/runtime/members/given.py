@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stormtorch.policies.policy import Policy
-from stormtorch.runtime.members.prepared import trained
+from stormtorch.runtime.members.prepared_optimizer import trained
 from stormtorch.runtime.memory import personal
 
 Described = Mapping[str, str]

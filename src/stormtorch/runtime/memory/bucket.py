@@ -9,7 +9,7 @@ import stormtorch._engine as _engine
 from stormtorch.exchange.exchange import WIRE_DTYPES
 from stormtorch.runtime.memory.layout import Layout, Piece
 from stormtorch.staging.copies import Visit
-from stormtorch.staging.order import Moment
+from stormtorch.staging.launch_queue import Moment
 
 
 class Bucket:

@@ -13,7 +13,7 @@ import torch
 
 import stormtorch._engine as _engine
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.holdings import Holding
+from stormtorch.runtime.memory.shard_state import Holding
 
 _ROW = 256
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

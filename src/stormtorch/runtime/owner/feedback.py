@@ -9,15 +9,15 @@ import torch
 
 from stormtorch import theory
 from stormtorch.policies import rules
-from stormtorch.policies.guard import Guard
+from stormtorch.policies.convergence_guard import Guard
 from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.runtime.handover.reports import Report, ShardReport
 from stormtorch.runtime.memory.scaling import Scale
-from stormtorch.runtime.owner.broadcast import Broadcast
-from stormtorch.runtime.owner.protection import Protection
-from stormtorch.runtime.owner.reduction import Reduction
-from stormtorch.runtime.owner.shares import Speed
-from stormtorch.runtime.session.rounds import Rounds
+from stormtorch.runtime.owner.gradient_reduction import Reduction
+from stormtorch.runtime.owner.parameter_broadcast import Broadcast
+from stormtorch.runtime.owner.redundancy_control import Protection
+from stormtorch.runtime.owner.shard_sizing import Speed
+from stormtorch.runtime.session.round_reports import Rounds
 from stormtorch.telemetry.ledger import Row
 
 Flags = list[list[torch.Tensor] | None]

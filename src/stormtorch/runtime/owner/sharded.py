@@ -23,28 +23,28 @@ from stormtorch.runtime.handover.moves import Cut
 from stormtorch.runtime.handover.reports import NO_SHARD, Report, ShardReport
 from stormtorch.runtime.handover.standby import Refill, Standby, can_follow
 from stormtorch.runtime.handover.transition import Held, Hello, Moved, greet, move
-from stormtorch.runtime.members.calls import EXACT_MODEL, NAMES, OPTIMIZER_STATE, Calls
-from stormtorch.runtime.members.meeting import Meeting
-from stormtorch.runtime.members.prepared import plain_state, settings
+from stormtorch.runtime.members.barrier import Meeting
+from stormtorch.runtime.members.prepared_optimizer import plain_state, settings
+from stormtorch.runtime.members.served_collectives import EXACT_MODEL, NAMES, OPTIMIZER_STATE, Calls
 from stormtorch.runtime.memory import fingerprints
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.gradients import GradientCollector
-from stormtorch.runtime.memory.holdings import Holding
-from stormtorch.runtime.memory.norms import Norms
-from stormtorch.runtime.memory.shards import Shards, owns_whole
-from stormtorch.runtime.owner.broadcast import Broadcast
-from stormtorch.runtime.owner.cutting import Cutting
+from stormtorch.runtime.memory.gradient_collector import GradientCollector
+from stormtorch.runtime.memory.gradient_norms import Norms
+from stormtorch.runtime.memory.shard_state import Holding
+from stormtorch.runtime.memory.sharded_optimizer import Shards, owns_whole
 from stormtorch.runtime.owner.feedback import Feedback
-from stormtorch.runtime.owner.owned import Owned
-from stormtorch.runtime.owner.protection import Protection
-from stormtorch.runtime.owner.reduction import Reduction
+from stormtorch.runtime.owner.full_state import Owned
+from stormtorch.runtime.owner.gradient_reduction import Reduction
+from stormtorch.runtime.owner.parameter_broadcast import Broadcast
+from stormtorch.runtime.owner.partitioner import Cutting
+from stormtorch.runtime.owner.redundancy_control import Protection
 from stormtorch.runtime.owner.separable import check_separable
 from stormtorch.runtime.session.buffers import buffers_of
-from stormtorch.runtime.session.gate import Gate
+from stormtorch.runtime.session.parameter_barrier import Gate
 from stormtorch.runtime.session.relays import Relays
-from stormtorch.runtime.session.rounds import Rounds
+from stormtorch.runtime.session.round_reports import Rounds
 from stormtorch.runtime.session.session import Session
-from stormtorch.staging.order import Order
+from stormtorch.staging.launch_queue import Order
 from stormtorch.telemetry.ledger import Row
 
 _log = logging.getLogger("stormtorch")

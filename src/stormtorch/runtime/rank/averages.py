@@ -17,14 +17,14 @@ from stormtorch.policies import rules
 from stormtorch.policies.memory import Memory
 from stormtorch.policies.policy import overrides
 from stormtorch.policies.rank_policy import RankPolicy, takes_rank
-from stormtorch.runtime.memory.arrivals import Links
+from stormtorch.runtime.memory.arrival_counts import Links
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.chunked import Remembered, chunked, windows
 from stormtorch.runtime.rank.memories import Call, Memories
-from stormtorch.runtime.session.pressure import Pressure
+from stormtorch.runtime.session.adaptive_deadline import Pressure
 from stormtorch.runtime.session.profiling import shown
 from stormtorch.runtime.session.relays import Relays
-from stormtorch.staging.order import Order
+from stormtorch.staging.launch_queue import Order
 
 Vectors = Callable[[Bucket], tuple[torch.Tensor, torch.Tensor]]
 """Returns the vector of a bucket that ranks exchange, and the memory that the network reads and writes."""

@@ -13,10 +13,10 @@ from torch import nn
 from stormtorch.collectives import Group
 from stormtorch.collectives.base import objects
 from stormtorch.policies.rank_policy import RankPolicy
-from stormtorch.runtime.members.calls import EXACT_MODEL
-from stormtorch.runtime.members.prepared import trained
+from stormtorch.runtime.members.prepared_optimizer import trained
+from stormtorch.runtime.members.served_collectives import EXACT_MODEL
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.gradients import GradientCollector
+from stormtorch.runtime.memory.gradient_collector import GradientCollector
 from stormtorch.runtime.rank.replicated import ReplicatedSession
 from stormtorch.telemetry.ledger import Row
 

@@ -14,10 +14,10 @@ from stormtorch.collectives.base.objects import complete
 from stormtorch.errors import Interrupted
 from stormtorch.exchange.waiting import doing
 from stormtorch.policies.rank_policy import RankPolicy
-from stormtorch.runtime.members.calls import EXACT_MODEL, NAMES, Calls
+from stormtorch.runtime.members.served_collectives import EXACT_MODEL, NAMES, Calls
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.rank.replicated import ReplicatedSession
-from stormtorch.runtime.session.gate import Gate
+from stormtorch.runtime.session.parameter_barrier import Gate
 
 
 class ModelSession(ReplicatedSession):

@@ -19,16 +19,16 @@ from stormtorch.policies.policy import overrides
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime.handover.reports import Report, ShardReport
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.holdings import clear_pruned
 from stormtorch.runtime.memory.layout import recut
 from stormtorch.runtime.memory.scaling import UNKNOWN
+from stormtorch.runtime.memory.shard_state import clear_pruned
 from stormtorch.runtime.rank.averages import Averages, Standing
 from stormtorch.runtime.rank.memories import Call, Memories
 from stormtorch.runtime.session.buffers import buffers_of
 from stormtorch.runtime.session.drift_samples import apart
-from stormtorch.runtime.session.rounds import Rounds
+from stormtorch.runtime.session.round_reports import Rounds
 from stormtorch.runtime.session.session import Session
-from stormtorch.staging.order import Order
+from stormtorch.staging.launch_queue import Order
 from stormtorch.telemetry.ledger import Row
 
 _log = logging.getLogger("stormtorch")

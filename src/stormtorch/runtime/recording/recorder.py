@@ -2,7 +2,7 @@
 
 It works in a thread of its own, once a second. A step only leaves its row there, so that neither a slow disk nor many
 links cost the training anything. While no step ends, the thread still tells how the network looks: that is when people
-ask. `stormtorch.joining.reception` passes the records on to whoever watches the job.
+ask. `stormtorch.joining.admission` passes the records on to whoever watches the job.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from torch import nn
 
 from stormtorch.backend import within_step
 from stormtorch.exchange.waiting import doing
-from stormtorch.runtime.members.calls import MODEL_STATE
-from stormtorch.runtime.members.preparable import check_frozen, warn_of_left_out
-from stormtorch.runtime.members.prepared import adopt, keep_last
+from stormtorch.runtime.members.prepare_checks import check_frozen, warn_of_left_out
+from stormtorch.runtime.members.prepared_optimizer import adopt, keep_last
+from stormtorch.runtime.members.served_collectives import MODEL_STATE
 from stormtorch.runtime.members.wrappers import Kept, refuse_active_wrapper, refuse_other_optimizers, refuse_wrappers
 from stormtorch.runtime.session.buffers import buffers_of
 from stormtorch.runtime.session.session import Session, any_prepared, combined, register, sessions_of

@@ -25,13 +25,13 @@ from stormtorch.exchange.waiting import doing
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.handover.reports import Report
 from stormtorch.runtime.members import given
-from stormtorch.runtime.members.beside import Beside
-from stormtorch.runtime.members.calls import EXACT_MODEL
+from stormtorch.runtime.members.auxiliary_state import Beside
+from stormtorch.runtime.members.iterations import turns_of
 from stormtorch.runtime.members.membership import Left, Membership
-from stormtorch.runtime.members.preparable import check_model, check_parameters
-from stormtorch.runtime.members.prepared import trained
-from stormtorch.runtime.members.together import Together
-from stormtorch.runtime.members.turns import turns_of
+from stormtorch.runtime.members.prepare_checks import check_model, check_parameters
+from stormtorch.runtime.members.prepared_optimizer import trained
+from stormtorch.runtime.members.served_collectives import EXACT_MODEL
+from stormtorch.runtime.members.session_collectives import Together
 from stormtorch.runtime.memory import personal
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.layout import Layout, Slot, plan
@@ -200,7 +200,7 @@ class Session(Together, ABC):
         """Gives every rank the parameters that count under the policy. All ranks take part.
 
         Args:
-            call: Number of the user's call that needs them, as in `stormtorch.runtime.members.meeting`.
+            call: Number of the user's call that needs them, as in `stormtorch.runtime.members.barrier`.
         """
 
     @abstractmethod

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from stormtorch.watch.prometheus import CONTENT_TYPE
 from stormtorch.watch.watcher import Watcher
 from stormtorch.watch.web import pages
-from stormtorch.watch.web.guard import HEADERS, Guard, bearer
+from stormtorch.watch.web.access_guard import HEADERS, Guard, bearer
 
 _log = logging.getLogger("stormtorch")
 # The page asks every two seconds. While nobody looks, records are collected rarely, but before ranks forget them.

@@ -1,0 +1,77 @@
+// How two endpoints of one machine pass data to each other: a ring each way.
+//
+// Only data takes this way, and the end of a message of which something is missing: what a peer must hear even if data is
+// stuck, or what shows that it lives, travels by datagram. Nothing is lost or reordered here, so a chunk counts as
+// acknowledged once it is in the ring, and there are no reports, no repair and no rate.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "base/clock.hpp"
+#include "shm/ring.hpp"
+#include "shm/broadcast_buffer.hpp"
+#include "wire/wire.hpp"
+
+namespace storm {
+
+// What stands before the bytes of a record: a run of consecutive chunks of one message.
+struct Record {
+    // Payloads begin and end on cache lines.
+    static constexpr std::size_t head_bytes = 64;
+
+    std::uint32_t bytes{};  // of the payload
+    std::uint32_t chunk{};  // the first
+    std::uint32_t message_bytes{};
+    std::uint32_t channel{}, seq{};
+    Kind kind{};
+    std::uint8_t flags{};
+    std::uint8_t shelved{};  // 1: the payload lies on the writer's shelf, not behind this
+    std::uint32_t place{};   // where on the shelf
+
+    // What a record takes in the ring.
+    [[nodiscard]] static constexpr std::size_t size(std::size_t payload_bytes) {
+        return head_bytes + (payload_bytes + 63) / 64 * 64;
+    }
+    [[nodiscard]] std::size_t size() const { return size(shelved != 0 ? 0 : bytes); }
+    // The first record of what was read, which may be anything.
+    [[nodiscard]] static std::optional<Record> parse(std::span<const std::byte> from);
+    void write(std::byte* to) const { std::memcpy(to, this, sizeof *this); }
+    [[nodiscard]] Header header(std::uint16_t source) const {
+        return {.kind = kind,
+                .flags = flags,
+                .source = source,
+                .channel = channel,
+                .seq = seq,
+                .chunk = chunk,
+                .message_bytes = message_bytes};
+    }
+};
+static_assert(sizeof(Record) <= Record::head_bytes);
+
+struct Passage {
+    RingWriter out;
+    RingReader in;
+    std::unique_ptr<ShelfMemory> its_shelf;
+    bool stalled{};            // the pool has no room for what comes next
+    Nanos defer_until{never};  // when a term of a sum that comes next is taken although its turn has not come
+
+    Passage(std::unique_ptr<RingMemory> to_it, std::unique_ptr<RingMemory> from_it, std::unique_ptr<ShelfMemory> shelf)
+        : out(std::move(to_it)), in(std::move(from_it)), its_shelf(std::move(shelf)) {}
+
+    // The payload of the first record of what was read.
+    [[nodiscard]] std::span<const std::byte> payload(const Record& record, std::span<const std::byte> front) const {
+        if (record.shelved != 0) return {its_shelf->bytes() + record.place, record.bytes};
+        return front.subspan(Record::head_bytes, record.bytes);
+    }
+
+    // Whether the peer has written nonsense, by mistake or not.
+    [[nodiscard]] bool broken() const { return out.broken() || in.broken(); }
+};
+
+}  // namespace storm

@@ -1,0 +1,312 @@
+#include "views/view_messages.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace storm {
+namespace {
+
+class Writer {
+public:
+    explicit Writer(std::vector<std::byte>& out) : out_(out) {}
+
+    template <class Number>
+    void number(Number value) {
+        const std::size_t at = out_.size();
+        out_.resize(at + sizeof value);
+        std::memcpy(out_.data() + at, &value, sizeof value);
+    }
+    // Seven bits a byte, the lowest first; all bytes but the last have the eighth set. Most incarnations are small.
+    void incarnation(std::uint32_t value) {
+        for (; value > 0x7f; value >>= 7) number(static_cast<std::uint8_t>(value | 0x80));
+        number(static_cast<std::uint8_t>(value));
+    }
+    void member(Member who) {
+        number(who.rank);
+        incarnation(who.incarnation);
+    }
+    void members(const std::vector<Member>& all) {
+        number(static_cast<std::uint8_t>(all.size()));
+        for (const Member who : all) member(who);
+    }
+    void ballot(Ballot ballot) {
+        number(ballot.round);
+        number(ballot.rank);
+        incarnation(ballot.incarnation);
+    }
+    // Bytes up to the last that is not zero, after their number: small jobs send little.
+    void ranks(const Ranks& ranks) {
+        std::uint8_t bytes = 0;
+        for (const std::uint16_t rank : ranks) bytes = static_cast<std::uint8_t>(rank / 8 + 1);
+        number(bytes);
+        for (std::size_t at = 0; at < bytes; ++at)
+            number(static_cast<std::uint8_t>(ranks.raw()[at / 8] >> (at % 8 * 8)));
+    }
+    void view(const View& view) {
+        number(view.number);
+        Ranks later, joined;
+        for (const Member who : view.members) later.set(who.rank, who.incarnation != 0);
+        for (const Member who : view.joined) joined.add(who.rank);
+        ranks(view.ranks());
+        ranks(later);
+        for (const Member who : view.members) {
+            if (who.incarnation != 0) incarnation(who.incarnation);
+        }
+        ranks(joined);
+        ranks(view.blank);
+        members(view.leaving);
+        number(static_cast<std::uint8_t>(view.starts.size()));
+        for (const Start& start : view.starts) {
+            number(start.session);
+            number(start.steps);
+            number(start.base);
+        }
+    }
+
+private:
+    std::vector<std::byte>& out_;
+};
+
+// Reads on after an error, as zeros, and says in the end whether there was one.
+class Reader {
+public:
+    Reader(std::span<const std::byte> bytes, std::uint16_t capacity) : rest_(bytes), capacity_(capacity) {}
+
+    [[nodiscard]] bool whole() const { return good_ && rest_.empty(); }
+    void require(bool holds) { good_ = good_ && holds; }
+
+    template <class Number>
+    [[nodiscard]] Number number() {
+        Number value{};
+        require(rest_.size() >= sizeof value);
+        if (!good_) return value;
+        std::memcpy(&value, rest_.data(), sizeof value);
+        rest_ = rest_.subspan(sizeof value);
+        return value;
+    }
+    [[nodiscard]] std::uint32_t incarnation() {
+        std::uint64_t value = 0;
+        for (unsigned bits = 0;; bits += 7) {
+            const auto byte = number<std::uint8_t>();
+            value |= std::uint64_t{byte & 0x7fU} << bits;
+            if ((byte & 0x80) != 0 && bits < 28) continue;
+            // There is one way to write a number: no byte of zeros at its end, and 32 bits.
+            require((byte & 0x80) == 0 && (byte != 0 || bits == 0) && value <= 0xffff'ffffU);
+            return good_ ? static_cast<std::uint32_t>(value) : 0;
+        }
+    }
+    [[nodiscard]] Member member() {
+        Member who;
+        who.rank = number<std::uint16_t>();
+        who.incarnation = incarnation();
+        require(who.rank < capacity_);
+        return who;
+    }
+    [[nodiscard]] std::vector<Member> members(std::size_t most) {
+        const std::size_t count = number<std::uint8_t>();
+        require(count <= most);
+        std::vector<Member> all;
+        for (std::size_t i = 0; i < count && good_; ++i) all.push_back(member());
+        return all;
+    }
+    [[nodiscard]] Ballot ballot() {
+        Ballot ballot;
+        ballot.round = number<std::uint32_t>();
+        ballot.rank = number<std::uint16_t>();
+        ballot.incarnation = incarnation();
+        require(ballot.rank < capacity_);
+        return ballot;
+    }
+    [[nodiscard]] Ranks ranks() {
+        const std::size_t bytes = number<std::uint8_t>();
+        require(bytes <= Ranks::bits / 8 && bytes <= rest_.size());
+        Ranks ranks;
+        if (!good_ || bytes == 0) return ranks;
+        // The last byte is not zero, so that there is one way to write a set.
+        require(rest_[bytes - 1] != std::byte{0});
+        for (std::size_t bit = 0; bit < 8 * bytes; ++bit) {
+            if ((rest_[bit / 8] >> (bit % 8) & std::byte{1}) != std::byte{0}) ranks.add(bit);
+        }
+        require(ranks.next(capacity_) == Ranks::bits);
+        rest_ = rest_.subspan(bytes);
+        return ranks;
+    }
+    [[nodiscard]] std::vector<std::byte> remaining(std::size_t most) {
+        require(rest_.size() <= most);
+        if (!good_) return {};
+        std::vector<std::byte> bytes(rest_.begin(), rest_.end());
+        rest_ = {};
+        return bytes;
+    }
+    [[nodiscard]] View view() {
+        View view;
+        view.number = number<std::uint32_t>();
+        const Ranks all = ranks(), later = ranks();
+        require(view.number != 0 && !all.empty() && all.contains(later));
+        if (!good_) return view;
+        for (const std::uint16_t rank : all) {
+            Member who{rank, 0};
+            if (later.has(rank)) {
+                who.incarnation = incarnation();
+                require(who.incarnation != 0);
+            }
+            view.members.push_back(who);
+        }
+        const Ranks joined = ranks();
+        require(all.contains(joined));
+        for (const Member who : view.members) {
+            if (joined.has(who.rank)) view.joined.push_back(who);
+        }
+        view.blank = ranks();
+        require(all.contains(view.blank) && view.blank.contains(joined));
+        view.leaving = members(most_leaving);
+        for (std::size_t i = 0; i < view.leaving.size(); ++i) {
+            require(i == 0 || view.leaving[i - 1].rank < view.leaving[i].rank);
+            require(!view.has(view.leaving[i]));
+        }
+        const std::size_t count = number<std::uint8_t>();
+        require(count <= most_sessions);
+        for (std::size_t i = 0; i < count && good_; ++i) {
+            Start start;
+            start.session = number<std::uint32_t>();
+            start.steps = number<std::uint64_t>();
+            start.base = number<std::uint32_t>();
+            require(view.starts.empty() || view.starts.back().session < start.session);
+            view.starts.push_back(start);
+        }
+        return view;
+    }
+
+private:
+    std::span<const std::byte> rest_;
+    std::uint16_t capacity_;
+    bool good_ = true;
+};
+
+[[nodiscard]] bool has_ballot(NoteKind kind) { return kind >= NoteKind::prepare && kind <= NoteKind::refusal; }
+[[nodiscard]] bool has_view(NoteKind kind) {
+    return kind == NoteKind::value || kind == NoteKind::propose || kind == NoteKind::record;
+}
+
+}  // namespace
+
+bool View::has(Member who) const {
+    const Member* found = at(who.rank);
+    return found != nullptr && *found == who;
+}
+
+bool View::lets_go(Member who) const { return std::find(leaving.begin(), leaving.end(), who) != leaving.end(); }
+
+bool View::takes_in(Member who) const { return std::find(joined.begin(), joined.end(), who) != joined.end(); }
+
+const Member* View::at(std::uint16_t rank) const {
+    const auto found = std::lower_bound(members.begin(), members.end(), Member{rank, 0});
+    return found == members.end() || found->rank != rank ? nullptr : &*found;
+}
+
+const Start* View::start(std::uint32_t session) const {
+    for (const Start& each : starts) {
+        if (each.session == session) return &each;
+    }
+    return nullptr;
+}
+
+Ranks View::ranks() const {
+    Ranks all;
+    for (const Member who : members) all.add(who.rank);
+    return all;
+}
+
+bool is_quorum(const View& view, const Ranks& who) {
+    std::size_t count = 0;
+    for (const Member each : view.members) count += who.has(each.rank) ? 1 : 0;
+    const std::size_t all = view.members.size();
+    if (2 * count != all || all == 0) return 2 * count > all;
+    // A newcomer decides last: it may be gone before it has learnt that it is in.
+    for (const Member each : view.members) {
+        if (!view.takes_in(each)) return who.has(each.rank);
+    }
+    return who.has(view.members.front().rank);
+}
+
+std::vector<std::byte> write_note(const NoteBody& note) {
+    std::vector<std::byte> bytes;
+    bytes.reserve(64);
+    Writer out(bytes);
+    out.number(note.kind);
+    out.incarnation(note.incarnation);
+    out.number(note.number);
+    if (has_ballot(note.kind)) out.ballot(note.ballot);
+    if (has_view(note.kind)) out.view(note.view);
+    switch (note.kind) {
+        case NoteKind::beat:
+            out.number(note.flags);
+            out.ranks(note.hears);
+            out.members(note.asks);
+            break;
+        case NoteKind::promise:
+            out.number(note.flags);
+            out.ballot(note.accepted);
+            out.number(static_cast<std::uint8_t>(note.positions.size()));
+            for (const Position& each : note.positions) {
+                out.number(each.session);
+                out.number(each.steps);
+                out.number(each.settled);
+            }
+            break;
+        case NoteKind::request: out.member(note.who); break;
+        case NoteKind::card:
+            out.member(note.who);
+            bytes.insert(bytes.end(), note.card.begin(), note.card.end());
+            break;
+        default: break;
+    }
+    return bytes;
+}
+
+std::optional<NoteBody> parse_note(std::span<const std::byte> bytes, std::uint16_t capacity) {
+    Reader in(bytes, capacity);
+    NoteBody note;
+    note.kind = in.number<NoteKind>();
+    note.incarnation = in.incarnation();
+    note.number = in.number<std::uint32_t>();
+    in.require(note.kind >= NoteKind::beat && note.kind <= NoteKind::card);
+    if (has_ballot(note.kind)) {
+        note.ballot = in.ballot();
+        in.require(static_cast<bool>(note.ballot));
+    }
+    if (has_view(note.kind)) note.view = in.view();
+    switch (note.kind) {
+        case NoteKind::beat:
+            note.flags = in.number<std::uint8_t>();
+            in.require((note.flags & ~note_flags) == 0);
+            note.hears = in.ranks();
+            note.asks = in.members(most_asks);
+            break;
+        case NoteKind::promise: {
+            note.flags = in.number<std::uint8_t>();
+            in.require((note.flags & ~note_flags) == 0);
+            note.accepted = in.ballot();
+            const std::size_t count = in.number<std::uint8_t>();
+            in.require(count <= most_sessions);
+            for (std::size_t i = 0; i < count; ++i) {
+                Position each;
+                each.session = in.number<std::uint32_t>();
+                each.steps = in.number<std::uint64_t>();
+                each.settled = in.number<std::uint32_t>();
+                note.positions.push_back(each);
+            }
+            break;
+        }
+        case NoteKind::request: note.who = in.member(); break;
+        case NoteKind::card:
+            note.who = in.member();
+            note.card = in.remaining(most_card_bytes);
+            break;
+        default: break;
+    }
+    if (!in.whole()) return std::nullopt;
+    return note;
+}
+
+}  // namespace storm

@@ -1,0 +1,223 @@
+"""Manners of the engine on a network that it does not know and has to share, with no rate given.
+
+    report = run_manners(MannersSettings(only=("incast", "tcp")))
+
+Each finding is one figure of one lab, beside the bound it should keep:
+  all-to-all, incast    packets that met a full queue: what the engine inflicts on itself, its cold start included
+  tcp                   the share of a line that the engine and one bulk TCP flow have of each other
+  low, latency          what such a flow keeps of its own beside an engine of low priority, which yields to any
+                        queue, or to queues that last
+  alone                 how much longer exchanges of low priority take than normal ones where nobody else is
+  pause                 how soon an engine of low priority has the line back when the flow beside it pauses
+  step                  exchanges until times are steady after the rate is halved and loss is switched on
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stormtorch.collectives import Group, all_reduce, all_to_all, gather
+from stormtorch.exchange.options import Options
+from stormtorch.joining.rendezvous import connect
+from stormtorch.network.units import parse_rate
+from stormtorch.telemetry.json_files import write_json
+from stormtorch.telemetry.progress import Advance, ignore_progress
+from stormtorch.telemetry.statistics import median
+from stormtorch_lab.bench.sharing.fairness_results import Finding, MannersSettings, lab_of
+from stormtorch_lab.bench.sharing.flows import SETTLING_S, finish, rate_between, rate_of, send_for_a_while, start_flow
+from stormtorch_lab.bench.sharing.low_priority import look_alone, look_at_pause
+from stormtorch_lab.jobs.ranks import Member, run_ranks
+from stormtorch_lab.jobs.surroundings import surroundings
+from stormtorch_lab.netns import Lab
+
+# TCP and the engine run together for so long.
+_TOGETHER_S = 12.0
+# Options of the engine's flow.
+_HOW: dict[str, dict[str, Any]] = {
+    "tcp": {},
+    "low": {"priority": "low", "yield_to": "queues"},
+    "latency": {"priority": "low", "yield_to": "latency"},
+}
+_STEP_ROUNDS = 40
+# Times count as steady when none of the later ones is longer than so many medians of the last rounds.
+_STEADY = 1.3
+
+
+@dataclass(frozen=True)
+class MannersReport:
+    """Results, and the conditions under which they came out."""
+
+    conditions: dict[str, Any]
+    findings: list[Finding]
+
+    def write(self, path: Path) -> None:
+        """Writes JSON; makes missing folders."""
+        findings = [asdict(finding) | {"good": finding.good} for finding in self.findings]
+        write_json(path, {"conditions": self.conditions, "findings": findings})
+
+
+def run_manners(settings: MannersSettings, advance: Advance = ignore_progress) -> MannersReport:
+    """Looks at one thing after the other, each in a lab of its own."""
+    findings: list[Finding] = []
+    for done, name in enumerate(settings.only):
+        advance(name, done)
+        findings += _LOOKS[name](settings)
+    advance("done", len(settings.only))
+    return MannersReport(surroundings() | {"settings": asdict(settings)}, findings)
+
+
+# --- overflow --------------------------------------------------------------------------------------------------------
+
+
+def _look_at_overflow(settings: MannersSettings, name: str) -> list[Finding]:
+    bits = parse_rate(settings.rate)
+    # A second's worth at the busiest line: the receiver's, in an incast.
+    size = round(bits / 8 / (settings.ranks - 1))
+    with lab_of(settings, settings.ranks) as lab:
+        times = run_ranks(exchange_often, settings.ranks, (name, size, 5), timeout_s=settings.timeout_s, lab=lab)
+        return [_overflow(name, lab, settings.ranks, times)]
+
+
+def _overflow(name: str, lab: Lab, hosts: int, times: list[list[float]]) -> Finding:
+    measured = lab.measured()
+    who = "everyone to everyone" if name == "all-to-all" else f"{hosts - 1} to one"
+    return Finding(
+        name=name,
+        what=f"{name}, {who}: packets that met a full queue",
+        figure=measured.overflow,
+        bound=0.01,
+        at_most=True,
+        requested=lab.conditions.to_json(),
+        measured=measured.to_json(),
+        details={"times_s": [max(each) for each in zip(*times, strict=True)]},
+    )
+
+
+def exchange_often(member: Member, kind: str, size: int, rounds: int) -> list[float]:
+    """A rank's part: exact exchanges, one after the other, from a cold start on. Returns their times."""
+    with connect(member.store, member.rank, member.world, Options(interface=member.interface)) as transport:
+        group = Group(transport)
+        give = torch.ones(size // 4)
+        take = [torch.empty_like(give) for _ in range(member.world)]
+        times = []
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            if kind == "incast":
+                gather(group, give, take if member.rank == 0 else None, 0).wait()
+            else:
+                all_to_all(group, [give] * member.world, take).wait()
+            times.append(time.perf_counter() - begin)
+        return times
+
+
+# --- sharing with TCP -------------------------------------------------------------------------------------------------
+
+
+def _look_at_sharing(settings: MannersSettings, name: str) -> list[Finding]:
+    findings = []
+    for control in settings.tcp:
+        # Host 0 sends with the engine, host 1 with TCP, and both to host 2: they meet at the switch.
+        with lab_of(settings, 3) as lab:
+            alone = rate_of(*finish(start_flow(lab, control, _TOGETHER_S)))
+            flow: list[Any] = []
+
+            def listen(
+                _rank: int, _what: object, lab: Lab = lab, control: str = control, flow: list[Any] = flow
+            ) -> None:
+                flow.append(start_flow(lab, control, _TOGETHER_S))
+
+            logs = run_ranks(
+                send_for_a_while, 3, (_HOW[name], _TOGETHER_S + 2), timeout_s=settings.timeout_s, listen=listen, lab=lab
+            )
+            begin, log = finish(flow[0])
+            tcp = rate_of(begin, log)
+            own = rate_between(logs[2], begin + SETTLING_S, log[-1][0])
+            findings.append(_sharing(name, settings, control, lab, alone, tcp, own))
+    return findings
+
+
+def _sharing(
+    name: str, settings: MannersSettings, control: str, lab: Lab, alone: float, tcp: float, own: float
+) -> Finding:
+    low = name != "tcp"
+    bits = parse_rate(settings.rate)
+    details = {"tcp": control, "tcp_alone_bits_per_s": alone, "tcp_bits_per_s": tcp, "storm_bits_per_s": own}
+    what = f"beside one flow of TCP {control}: "
+    yields = f'what that keeps of its own beside low priority, yield_to="{_HOW[name].get("yield_to")}"'
+    what += yields if low else "the smaller one's share of the line"
+    return Finding(
+        name=name,
+        what=what,
+        figure=tcp / alone if low else min(tcp, own) / bits,
+        bound=0.9 if low else 0.3,
+        at_most=False,
+        requested=lab.conditions.to_json(),
+        measured=lab.measured().to_json(),
+        details=details,
+    )
+
+
+# --- a network that changes -------------------------------------------------------------------------------------------
+
+
+def _look_at_step(settings: MannersSettings, name: str) -> list[Finding]:
+    hosts = 2 * settings.ranks
+    bits = parse_rate(settings.rate)
+    size = round(bits / 8 * 0.1)  # a few tenths of a second each
+    with lab_of(settings, hosts) as lab:
+
+        def listen(_rank: int, _what: object) -> bool:
+            lab.set(rate=bits / 2, loss=0.05)
+            return True
+
+        times = run_ranks(reduce_often, hosts, (size,), timeout_s=settings.timeout_s, listen=listen, lab=lab)
+        slowest = [max(each) for each in zip(*times, strict=True)]
+        after = slowest[_STEP_ROUNDS:]
+        steady = _STEADY * median(after[_STEP_ROUNDS // 2 :])
+        unsteady = [index for index, seconds in enumerate(after) if seconds > steady]
+        return [
+            Finding(
+                name=name,
+                what=f"{hosts} hosts, rate halved and 5 % loss switched on: exchanges until times are steady",
+                figure=1 + max((index for index in unsteady if index < _STEP_ROUNDS), default=-1),
+                bound=20,
+                at_most=True,
+                requested=lab.conditions.to_json(),
+                measured=lab.measured().to_json(),
+                details={"times_s": slowest, "changed_after": _STEP_ROUNDS},
+            )
+        ]
+
+
+def reduce_often(member: Member, size: int) -> list[float]:
+    """A rank's part: exact all-reduces, before and after the network changes."""
+    with connect(member.store, member.rank, member.world, Options(interface=member.interface)) as transport:
+        group = Group(transport)
+        tensor = torch.ones(size // 4)
+        times = []
+        for index in range(2 * _STEP_ROUNDS):
+            if index == _STEP_ROUNDS and member.rank == 0:
+                member.ask("change")
+            tensor.fill_(1)
+            begin = time.perf_counter()
+            all_reduce(group, tensor).wait()
+            times.append(time.perf_counter() - begin)
+            if not bool((tensor == member.world).all()):
+                raise RuntimeError(f"wrong sum in round {index}")
+        return times
+
+
+_LOOKS: dict[str, Callable[[MannersSettings], list[Finding]]] = {
+    "all-to-all": lambda settings: _look_at_overflow(settings, "all-to-all"),
+    "incast": lambda settings: _look_at_overflow(settings, "incast"),
+    "tcp": lambda settings: _look_at_sharing(settings, "tcp"),
+    "low": lambda settings: _look_at_sharing(settings, "low"),
+    "latency": lambda settings: _look_at_sharing(settings, "latency"),
+    "alone": look_alone,
+    "pause": look_at_pause,
+    "step": lambda settings: _look_at_step(settings, "step"),
+}

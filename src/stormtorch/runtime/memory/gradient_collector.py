@@ -1,0 +1,276 @@
+"""Collects gradients: hooks on the parameters fill buckets, and the exchange of each starts as soon as it is full."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from stormtorch.exchange.waiting import BACKWARD, doing
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.memory.gradient_norms import Norms
+from stormtorch.runtime.memory.visible_gradients import Shown
+
+
+class GradientCollector:
+    """Collects gradients into buckets.
+
+    Every backward that exchanges gradients starts each bucket exactly once, so that all ranks make the same exchanges,
+    even if some of them do not use a parameter.
+
+    Args:
+        buckets: Buckets to fill.
+        start: Called with a bucket whose local gradients are complete.
+        finish: Called at the end of backward, when all buckets were started; returns when all are reduced.
+        norms: Computes norms of gradients over all ranks; None where each rank has all of the averaged gradients.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        start: Callable[[Bucket], None],
+        finish: Callable[[], None],
+        norms: Norms | None = None,
+    ) -> None:
+        self._allowed = True
+        self.wanted: Callable[[], bool] = lambda: True
+        """Returns whether the user wants backward to exchange anything."""
+        self.reduced = False
+        """Whether the present gradients were exchanged."""
+        self.began: Callable[[], None] = lambda: None
+        """Called when a backward that exchanges gradients brings its first one."""
+        self.end: Callable[[], None] = self.complete
+        """Called at the end of a backward that has brought gradients."""
+        self._buckets = buckets
+        self._start = start
+        self._finish = finish
+        self._sharded = norms is not None
+        self._running = False
+        self._task = -1
+        """Number of the backward that will call `_end` at its end."""
+        self._awaited: list[set[int]] = [set() for _ in buckets]
+        self._started = [False for _ in buckets]
+        self._carried: dict[int, torch.Tensor] = {}
+        self._used: list[list[bool]] = [[False] * len(bucket.parameters) for bucket in buckets]
+        self._views: list[list[torch.Tensor]] = []
+        self._numbers: list[list[int]] = [[] for _ in buckets]
+        """Number under which torch has the hook that takes a parameter's gradient."""
+        for bucket in buckets:
+            views = [each.data for each in bucket.grad_views]  # no views to torch, so that detach_() works
+            if norms is not None:
+                views = [norms.gradient(bucket, place) for place in range(len(views))]
+            self._views.append(views)
+            for place, parameter in enumerate(bucket.parameters):
+                before, after = self._hooks(bucket.index, place)
+                parameter.register_hook(before)  # type: ignore[no-untyped-call]  # torch's, and the next one
+                handle = parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+                self._numbers[bucket.index].append(handle.id)
+
+        self.shown = Shown(buckets, self._views)
+        """What the program sees of averaged gradients, where this rank has those of its shard alone."""
+        if norms is not None:
+            norms.settle, norms.again, norms.averaged = self.settle, self.shown.again, lambda: self.reduced
+            self.shown.foreign = norms.set_otherwise
+
+    @property
+    def syncing(self) -> bool:
+        """Whether a backward exchanges its gradients at its end."""
+        return self._allowed and self.wanted()
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def _hooks(self, index: int, place: int) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+        # Python's garbage collector does not see that parameters hold their hooks, so hooks must not hold parameters.
+        found = weakref.ref(self)
+
+        def before(_gradient: torch.Tensor) -> None:
+            gradients = found()
+            if gradients is None:
+                return
+            gradients._come_last(index, place)
+            if gradients.reduced or gradients._running:
+                gradients._expect(gradients._buckets[index])
+
+        def after(parameter: torch.Tensor) -> None:
+            gradients = found()
+            if gradients is not None:
+                gradients._take(gradients._buckets[index], place, parameter)
+
+        return before, after
+
+    def _come_last(self, index: int, place: int) -> None:
+        """Has torch take a parameter's gradient after all hooks of the program, also after those that came later."""
+        hooks = self._buckets[index].parameters[place]._post_accumulate_grad_hooks
+        number = self._numbers[index][place]
+        if hooks and number in hooks and next(reversed(hooks)) != number:
+            hooks[number] = hooks.pop(number)
+
+    def _expect(self, bucket: Bucket) -> None:
+        if self._running and self._started[bucket.index]:
+            # A second gradient in one backward, as when two recomputed parts share a parameter. What is on its way must
+            # not change, so that exchange ends first and the rest follows in another.
+            self.complete()
+        if self.reduced:
+            # For all buckets at once: the first parameter to get a gradient may have had none, but later ones had.
+            self._carry()
+
+    def _take(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
+        if parameter.dtype != bucket.dtype:
+            bucket.bring_home()
+        if not self.syncing:
+            if parameter.grad is not self._views[bucket.index][place]:
+                self._place(bucket, place, parameter)
+            return
+        if not self._running:
+            self._begin()
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        awaited = self._awaited[bucket.index]
+        awaited.discard(place)
+        if not awaited and not self._started[bucket.index]:
+            self._launch(bucket)
+
+    def _place(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
+        given, view = parameter.grad, self._views[bucket.index][place]
+        assert given is not None
+        bucket.bring_gradient_home(place, view, keep=False)
+        with torch.no_grad():  # backward(create_graph=True) enables gradients
+            bucket.grad_views[place].copy_(given.to_dense() if given.is_sparse else given)
+        parameter.grad = view
+
+    def _begin(self) -> None:
+        self._running = True
+        self.reduced = False
+        for bucket in self._buckets:
+            self._awaited[bucket.index] = set(range(len(bucket.parameters)))
+            self._started[bucket.index] = False
+        self.began()
+
+    def _end(self) -> None:
+        # If this is a backward within a backward, as with checkpointing, the outer one may bring what is still awaited.
+        within = torch._C._current_autograd_node() is not None
+        if self._running and not within:
+            self.end()
+        elif self._running and all(self._started):
+            self.complete()
+
+    def complete(self) -> None:
+        """Starts the remaining buckets and ends the exchange of gradients, unless that has been done."""
+        if self.reduced:
+            return
+        if not self._running:
+            # This rank has no gradient, but the others wait for its part.
+            for bucket in self._buckets:
+                self._started[bucket.index] = False
+        for bucket in self._buckets:
+            if not self._started[bucket.index]:
+                self._launch(bucket)
+        self._running = False
+        with doing(BACKWARD):
+            self._finish()
+        for index, carried in self._carried.items():
+            self._buckets[index].own_grads.add_(carried)
+        self._carried.clear()
+        if self._sharded:
+            self.shown.show()
+        self.reduced = True
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._started[bucket.index] = True
+        bucket.bring_home()
+        self._used[bucket.index] = bucket.collect(self._views[bucket.index])
+        self._start(bucket)
+
+    def _carry(self) -> None:
+        """Sets averaged gradients aside, as backward is about to add to them: only what is new will be exchanged."""
+        self.reduced = False
+        if not self._sharded:
+            return  # every rank has the whole mean, and exchanging it again does not change it
+        self.shown.settle(replace=True)
+        for bucket in self._buckets:
+            if all(parameter.grad is None for parameter in bucket.parameters):
+                continue
+            carried = bucket.step_grads.clone()
+            for place, parameter in enumerate(bucket.parameters):
+                if parameter.grad is None:
+                    for piece in bucket.pieces():
+                        if piece.parameter == bucket.layout.slots[place].parameter:
+                            bucket.within_own(piece, carried).zero_()
+            earlier = self._carried.get(bucket.index)
+            self._carried[bucket.index] = carried if earlier is None else carried.add_(earlier)
+            bucket.grads.zero_()
+
+    # --- for the user -----------------------------------------------------------------------------------------------
+
+    def settle(self, *, replace: bool = True) -> bool:
+        """Takes what the program has made of averaged gradients. Returns whether it has changed any by itself."""
+        return self.reduced and self.shown.settle(replace=replace)
+
+    def present(self, before: Sequence[bool]) -> list[bool]:
+        """Returns whether each parameter has a gradient now.
+
+        Args:
+            before: Whether each had one when backward had ended.
+        """
+        found = list(before)
+        for bucket in self._buckets:
+            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+                found[slot.parameter] = parameter.grad is not None
+        return found
+
+    def used(self) -> dict[int, bool]:
+        """Whether each parameter, by number, has a gradient on this rank."""
+        return {
+            slot.parameter: used
+            for bucket in self._buckets
+            for slot, used in zip(bucket.layout.slots, self._used[bucket.index], strict=True)
+        }
+
+    def started(self, bucket: Bucket) -> bool:
+        """Whether this backward has begun the exchange of a bucket."""
+        return self._running and self._started[bucket.index]
+
+    def came(self, bucket: Bucket) -> bool:
+        """Whether this backward has brought a gradient for one of a bucket's parameters."""
+        return self._running and len(self._awaited[bucket.index]) < len(bucket.parameters)
+
+    def recut(self) -> bool:
+        """Drops averaged gradients of earlier backwards, as shards were cut anew. Returns whether there were any."""
+        carried = bool(self._carried)
+        self._carried.clear()
+        return carried
+
+    def show(self, used: Sequence[bool]) -> None:
+        """Gives every parameter that any rank has used a gradient, as it would have in a single process."""
+        for bucket in self._buckets:
+            for place, slot in enumerate(bucket.layout.slots):
+                if used[slot.parameter] and bucket.parameters[place].grad is None:
+                    bucket.parameters[place].grad = self._views[bucket.index][place]
+
+    def clear(self, set_to_none: bool) -> None:
+        """Forgets all gradients."""
+        if self._running:
+            # Backward has failed, with some buckets on their way. End the exchange, as the other ranks do, so that the
+            # gradients of the next backward are not taken for the rest of this one.
+            self.complete()
+        self.reduced = False
+        self._carried.clear()
+        for bucket in self._buckets:
+            if not set_to_none:
+                bucket.grads.zero_()
+            for parameter in bucket.parameters:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Enters a context in which each rank only adds gradients up; the first backward after it exchanges the sum."""
+        before, self._allowed = self._allowed, False
+        try:
+            yield
+        finally:
+            self._allowed = before

@@ -1,0 +1,368 @@
+"""Makes the user's optimizer work on this rank's shard, and converts its state from and to torch's usual format."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from stormtorch.collectives import Group
+from stormtorch.collectives.base import objects
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.memory.layout import Piece
+from stormtorch.runtime.memory.shard_state import Holding, State
+from stormtorch.runtime.memory.sharded_optimizer_state import States
+
+MASTER = "master"
+"""Key in the optimizer's state of the float32 values of a parameter that has fewer bits."""
+_BY_ELEMENTS = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
+    *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD),
+    torch.optim.Rprop,
+)
+
+
+def owns_whole(optimizer: torch.optim.Optimizer, ownership: str) -> bool:
+    """Whether shards must not cut through parameters.
+
+    Raises:
+        ValueError: The optimizer cannot work on shards at all.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the model in the middle of a step, when no rank has all parameters: use another optimizer"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            "SparseAdam needs sparse gradients, which do not travel here: use Adam, and Embedding(sparse=False)"
+        )
+    if ownership != "auto":
+        return ownership == "parameters"
+    return type(optimizer) not in _BY_ELEMENTS
+
+
+class Shards:
+    """The pieces of parameters that the optimizer works on at this rank. Each piece has a stand-in for the parameter.
+
+    Args:
+        optimizer: The user's optimizer. From now on its parameter groups hold stand-ins.
+        parameters: All of its parameters, by number, in the order of its groups.
+        buckets: Buckets that hold the parameters that are trained.
+        whole: Whether pieces are whole parameters, with their shape.
+        personal: Those of the parameters that are this rank's own. They stay in their groups as they are.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        buckets: Sequence[Bucket],
+        *,
+        whole: bool,
+        personal: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._buckets = buckets
+        self._whole = whole
+        self.pieces: list[tuple[Bucket, Piece, nn.Parameter]] = []
+        # GradScaler looks whether all gradients are finite. A rank that owns none must know it too, so that all ranks
+        # skip the same steps: it learns it from this parameter's gradient, which no step ever uses.
+        self._spare = nn.Parameter(torch.zeros(1, 1, device=buckets[0].device))
+        self._stepping = False
+        self._versions: list[int] = []
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self.groups = [[numbers[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+        """Numbers of the parameters in each of the optimizer's groups."""
+        self._personal = {numbers[id(each)]: each for each in personal}
+        cut = {slot.parameter for bucket in buckets for slot in bucket.layout.slots}
+        self._cut_up = {id(each): number for number, each in enumerate(parameters) if number in cut}
+        before = dict(optimizer.state)
+
+        def state_at_start(piece: Piece) -> State:
+            return self._given(before.get(parameters[piece.parameter], {}), piece)
+
+        self.state_at_start: Callable[[Piece], State] = state_at_start
+        """Returns the state that the optimizer had of a piece, owned by whomever, before it was prepared."""
+        self.recut(lambda _bucket, piece: state_at_start(piece))
+        found = weakref.ref(self)
+
+        def loaded(_optimizer: torch.optim.Optimizer) -> None:
+            shards = found()
+            if shards is not None:
+                shards.guard_state()
+
+        optimizer.register_load_state_dict_post_hook(loaded)
+
+    def recut(self, state_of: Callable[[int, Piece], State]) -> None:
+        """Makes the optimizer work on the pieces that this rank's buckets have now.
+
+        Args:
+            state_of: Returns the optimizer's state of a piece, given its bucket.
+        """
+        self.pieces = [
+            (bucket, piece, self._stand_in(bucket, piece)) for bucket in self._buckets for piece in bucket.pieces()
+        ]
+        by_parameter: dict[int, list[nn.Parameter]] = {number: [each] for number, each in self._personal.items()}
+        state: dict[torch.Tensor, State] = {}
+        for bucket, piece, stand_in in self.pieces:
+            by_parameter.setdefault(piece.parameter, []).append(stand_in)
+            given = state_of(bucket.index, piece)
+            if given:
+                state[stand_in] = dict(given)
+        kept: dict[Any, Any] = dict(self._optimizer.state)
+        own = {id(each) for each in self._personal.values()}
+        for key in kept:
+            if isinstance(key, torch.Tensor) and id(key) not in own:
+                del self._optimizer.state[key]  # numbers that the optimizer keeps beside them stay
+        self.guard_state()
+        self._optimizer.state.update(state)
+        for group, members in zip(self._optimizer.param_groups, self.groups, strict=True):
+            group["params"] = [stand_in for number in members for stand_in in by_parameter.get(number, [])]
+        self._optimizer.param_groups[0]["params"].append(self._spare)
+
+    def guard_state(self) -> None:
+        """Has the optimizer's state know the model's parameters, for which programs look in it."""
+        if not isinstance(self._optimizer.state, States):
+            states = States(self._cut_up, self._stand_ins_of)
+            states.update(self._optimizer.state)
+            self._optimizer.state = states
+
+    def _stand_ins_of(self, number: int) -> list[tuple[nn.Parameter, Callable[[State], State]]]:
+        def cut_for(piece: Piece) -> Callable[[State], State]:
+            return lambda state: self._given(dict(state), piece)
+
+        return [(each, cut_for(piece)) for _, piece, each in self.pieces if piece.parameter == number]
+
+    def _stand_in(self, bucket: Bucket, piece: Piece) -> nn.Parameter:
+        values = bucket.within_own(piece, bucket.masters)
+        return nn.Parameter(values.view(self._parameters[piece.parameter].shape) if self._whole else values)
+
+    @contextlib.contextmanager
+    def without_personal(self) -> Iterator[None]:
+        """Enters a context in which the optimizer has this rank's pieces alone, and no personal parameter."""
+        own = {id(each) for each in self._personal.values()}
+        groups = list(self._optimizer.param_groups) if own else []
+        all_of = [group["params"] for group in groups]
+        for group, params in zip(groups, all_of, strict=True):
+            group["params"] = [each for each in params if id(each) not in own]
+        try:
+            yield
+        finally:
+            for group, params in zip(groups, all_of, strict=True):
+                group["params"] = params
+
+    def rehouse(self) -> None:
+        """Has stand-ins share the memory that the masters of their buckets are in now."""
+        for bucket, piece, stand_in in self.pieces:
+            stand_in.data = bucket.within_own(piece, bucket.masters).view(stand_in.shape)
+
+    def holding(self) -> Holding:
+        """Returns what this rank holds as the owner of its shard. It stays valid until the optimizer's next step."""
+        states = {
+            (bucket.index, piece): dict(self._optimizer.state.get(stand_in, {}))
+            for bucket, piece, stand_in in self.pieces
+        }
+        layouts = [bucket.layout for bucket in self._buckets]
+        masters = [bucket.masters for bucket in self._buckets]
+        return Holding(self._buckets[0].rank, layouts, masters, lambda bucket, piece: states[bucket, piece])
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def give_gradients(self, used: Sequence[bool] | torch.Tensor, *, finite: bool) -> None:
+        """Gives a gradient to the stand-in of every piece whose parameter was used on any rank; removes it otherwise.
+
+        Args:
+            used: Whether each parameter was used on any rank.
+            finite: Whether all ranks' gradients are finite. If not, every rank gets a NaN.
+        """
+        given: torch.Tensor | None = None
+        for bucket, piece, stand_in in self.pieces:
+            if not bool(used[piece.parameter]):
+                stand_in.grad = None
+                continue
+            if stand_in.grad is None:
+                stand_in.grad = bucket.within_own(piece, bucket.step_grads).view(stand_in.shape)
+            given = bucket.own_grads if finite else bucket.within_own(piece, bucket.own_grads)
+        if given is None and not self._stepping:
+            given = self._spare.grad = torch.zeros_like(self._spare)
+        if given is not None and not finite:
+            given.view(-1)[0] = torch.nan
+
+    @torch.no_grad()
+    def settle_gradients(self, before: Sequence[bool], used: Sequence[bool]) -> None:
+        """Takes what the program has made of its gradients, and of those of stand-ins.
+
+        Args:
+            before: Whether each parameter had a gradient when backward had ended.
+            used: Whether it has one now.
+        """
+        for bucket, piece, stand_in in self.pieces:
+            if before[piece.parameter] and not used[piece.parameter]:
+                stand_in.grad = None
+            elif used[piece.parameter] and not before[piece.parameter]:
+                stand_in.grad = bucket.within_own(piece, bucket.step_grads).view(stand_in.shape)
+            elif stand_in.grad is not None and stand_in.grad.data_ptr() != bucket.address_of(piece, bucket.step_grads):
+                home = bucket.within_own(piece, bucket.step_grads)
+                home.copy_(stand_in.grad.reshape(-1))
+                stand_in.grad = home.view(stand_in.shape)
+
+    def begin_step(self) -> None:
+        """Called before the optimizer looks for gradients."""
+        self.guard_state()
+        self._spare.grad = None
+        # Some optimizers read the gradient of every parameter; but none expects a first group without any.
+        shown = self._optimizer.param_groups[0]["params"]
+        if len(shown) > 1 and shown[-1] is self._spare:
+            shown.pop()
+        self._stepping = True
+        self._versions = self._now()
+
+    @property
+    def settled(self) -> bool:
+        """Whether pieces have the values of the last complete step, as they do also while a closure runs."""
+        return not self._stepping or self._now() == self._versions
+
+    def _now(self) -> list[int]:
+        return [stand_in._version for _, _, stand_in in self.pieces]
+
+    def end_step(self) -> None:
+        """Called after the optimizer has stepped."""
+        shown = self._optimizer.param_groups[0]["params"]
+        if not shown or shown[-1] is not self._spare:
+            shown.append(self._spare)
+        self._stepping = False
+
+    def clear_gradients(self) -> None:
+        """Removes all gradients."""
+        for _, _, stand_in in self.pieces:
+            stand_in.grad = None
+        self._spare.grad = None
+
+    # --- state in torch's format ------------------------------------------------------------------------------------
+
+    def gather(self, local: dict[str, Any], group: Group) -> dict[str, Any]:
+        """Gathers the state dict of the whole optimizer from the local one of every rank. All ranks must call it.
+
+        Of personal parameters it has this rank's own state.
+        """
+        order = self._order()
+        own: list[tuple[int, int, int, dict[str, Any]]] = []
+        for bucket, piece, stand_in in self.pieces:
+            state = dict(local["state"].get(order[id(stand_in)], {}))
+            if bucket.masters is not bucket.own:
+                state[MASTER] = stand_in.detach().clone()
+            own.append((piece.parameter, piece.offset, piece.count, state))
+        state_of: dict[int, dict[str, Any]] = {}
+        for pieces in objects.gather(own, group):
+            for number, offset, count, state in pieces:
+                self._join(state_of.setdefault(number, {}), state, number, offset, count)
+        state_of.update(self.personal_state(local))
+        return {
+            **local,
+            "state": {number: state for number, state in sorted(state_of.items()) if state},
+            "param_groups": [
+                {**each, "params": members} for each, members in zip(local["param_groups"], self.groups, strict=True)
+            ],
+        }
+
+    def personal_state(self, local: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """Returns the state of each personal parameter that has one, by number, from this rank's local state dict."""
+        order = self._order()
+        found = {number: local["state"].get(order[id(each)]) for number, each in self._personal.items()}
+        return {number: dict(state) for number, state in found.items() if state}
+
+    def _order(self) -> dict[int, int]:
+        """Returns the place of each parameter of the optimizer in its local state dict, by identity."""
+        stand_ins = [stand_in for each in self._optimizer.param_groups for stand_in in each["params"]]
+        return {id(stand_in): index for index, stand_in in enumerate(stand_ins)}
+
+    def scatter(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """Returns this rank's part of a state dict of the whole optimizer, and loads float32 values of parameters."""
+        groups = whole["param_groups"]
+        if [len(each["params"]) for each in groups] != [len(members) for members in self.groups]:
+            raise ValueError("the state dict has other parameter groups than the optimizer")
+        number_of = {
+            saved: number
+            for each, members in zip(groups, self.groups, strict=True)
+            for saved, number in zip(each["params"], members, strict=True)
+        }
+        saved_of = {number: saved for saved, number in number_of.items()}
+        local: dict[int, dict[str, Any]] = {}
+        params: list[list[int]] = [[] for _ in groups]
+        at = {id(stand_in): (place, piece) for place, (_, piece, stand_in) in enumerate(self.pieces)}
+        own = {id(each): number for number, each in self._personal.items()}
+        index = 0
+        for place, each in enumerate(self._optimizer.param_groups):
+            for stand_in in each["params"]:
+                params[place].append(index)
+                index += 1
+                if stand_in is self._spare:
+                    continue
+                if id(stand_in) in own:
+                    given = whole["state"].get(saved_of[own[id(stand_in)]])
+                    if given:
+                        local[index - 1] = given
+                    continue
+                _, piece = at[id(stand_in)]
+                state = self._cut(whole["state"].get(saved_of[piece.parameter], {}), piece)
+                master = state.pop(MASTER, None)
+                if master is not None:
+                    with torch.no_grad():
+                        stand_in.copy_(master.view(stand_in.shape))
+                if state:
+                    local[index - 1] = state
+        return {
+            **whole,
+            "state": local,
+            "param_groups": [{**each, "params": ids} for each, ids in zip(groups, params, strict=True)],
+        }
+
+    def cut_of(self, whole: dict[str, Any], piece: Piece) -> State:
+        """Returns the part of a state dict of the whole optimizer that belongs to a piece, owned by whomever."""
+        numbers = [number for members in self.groups for number in members]
+        saved = [each for group in whole["param_groups"] for each in group["params"]]
+        return self._cut(whole["state"].get(dict(zip(numbers, saved, strict=True))[piece.parameter], {}), piece)
+
+    def _cut(self, state: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        """Returns a piece's part of a parameter's state. A value of another shape belongs to every piece."""
+        shape = self._parameters[piece.parameter].shape
+        cut: dict[str, Any] = {}
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                cut[name] = value
+            elif self._whole or value.shape != shape or (value.dim() == 0 and name == "step"):
+                cut[name] = value.clone()
+            else:
+                cut[name] = value.reshape(-1)[piece.offset : piece.offset + piece.count].clone()
+        return cut
+
+    def _given(self, state: State, piece: Piece) -> State:
+        """Returns a piece's part of a state that a program gives.
+
+        Where parameters have fewer bits than the optimizer's, state of a parameter's shape becomes float32, as if the
+        optimizer had begun with the float32 values. Otherwise its type is the optimizer's own choice.
+        """
+        cut, shape = self._cut(state, piece), self._parameters[piece.parameter].shape if self._whole else (piece.count,)
+        if self._parameters[piece.parameter].dtype == torch.float32:
+            return cut
+        return {
+            name: value.float()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == shape
+            else value
+            for name, value in cut.items()
+        }
+
+    def _join(self, into: dict[str, Any], state: dict[str, Any], number: int, offset: int, count: int) -> None:
+        parameter = self._parameters[number]
+        for name, value in state.items():
+            if self._whole or not isinstance(value, torch.Tensor) or value.shape != (count,) or name == "step":
+                into.setdefault(name, value)
+                continue
+            if name not in into:
+                into[name] = torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
+            into[name].view(-1)[offset : offset + count] = value

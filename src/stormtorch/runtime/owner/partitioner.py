@@ -1,0 +1,134 @@
+"""The cut of a session's parameters into shards: the present one, the next view's, and when to ask for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from stormtorch.collectives.wire import element_bytes, narrower
+from stormtorch.policies.policy import OwnerPolicy
+from stormtorch.runtime.handover.moves import Cut
+from stormtorch.runtime.handover.reports import Report
+from stormtorch.runtime.handover.transition import Hello
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.memory.layout import Layout, recut
+from stormtorch.runtime.owner.feedback import Feedback
+from stormtorch.runtime.owner.shard_sizing import Parts, Shares, Speedometer, by_machine, speed_of, told_speed, words_of
+from stormtorch.runtime.session.session import Session
+from stormtorch.telemetry.ledger import Row
+
+
+class Cutting:
+    """Cuts the parameters of one session into shards, whose sizes follow the policy's `shards`.
+
+    Args:
+        session: The session.
+        policy: The user's policy.
+        buckets: Buckets that hold the parameters.
+        standbys: Standbys of each shard.
+        whole: Whether shards must not cut through parameters.
+        by_machines: Whether exchanges go by machines, where the machines allow it.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        policy: OwnerPolicy,
+        buckets: Sequence[Bucket],
+        standbys: int,
+        *,
+        whole: bool,
+        by_machines: Callable[[], bool],
+    ) -> None:
+        self._session = session
+        self._buckets = buckets
+        self._standbys = standbys
+        self._whole = whole
+        self._by_machines = by_machines
+        self._planned = [bucket.layout for bucket in buckets]
+        size = sum(each.layout.elements * element_bytes(narrower(policy.wire, each.dtype)) for each in buckets)
+        self._shares = Shares(policy, size, standbys, session.owners_at_start, session.label)
+        transport = session.group.transport
+        self._meter = Speedometer(transport.take_line_peaks) if self._shares.measured else None
+        # A GPU runs the optimizer after `step` has returned.
+        self._timed = not any(bucket.on_gpu for bucket in buckets)
+        self.now: Cut
+        """The cut of the view."""
+
+    def first(self, members: Sequence[int]) -> Cut:
+        """Returns the cut with which a job begins."""
+        self.now = self.of(members, self._shares.at_start(members))
+        return self.now
+
+    def of(self, members: Sequence[int], parts: Parts | None) -> Cut:
+        """Returns how the members of a view divide the parameters.
+
+        Args:
+            members: Ranks of the view.
+            parts: Their shares, in parts of `layout.PARTS`; None is equal ones.
+        """
+        count = len(members)
+        layouts: Sequence[Layout] = self._planned
+        if parts is not None or count != self._session.owners_at_start:
+            layouts = [
+                recut(layout, each.dtype.itemsize, count, whole=self._whole, turn=each.index % count, parts=parts)
+                for layout, each in zip(self._planned, self._buckets, strict=True)
+            ]
+        return Cut(tuple(members), layouts, self._standbys, parts)
+
+    # --- a view begins ------------------------------------------------------------------------------------------------
+
+    @property
+    def speed(self) -> Sequence[float]:
+        """What this rank tells of its speed when a view begins."""
+        return () if self._meter is None else self._meter.speed
+
+    def change(self, hello: Hello, members: Sequence[int]) -> tuple[Cut, Cut]:
+        """Returns the cut from which all ranks come, and that of the view which begins."""
+        before = self.of(hello.members_before, hello.parts_before)
+        shares = {rank: before.share(place) for place, rank in enumerate(before.members)}
+        speeds = {rank: told_speed(each) for rank, each in hello.told.items()}
+        parts = self._shares.decide(members, speeds, shares, self._machines(members, hello.machines))
+        return before, self.of(members, parts)
+
+    def _machines(self, members: Sequence[int], machines: Mapping[int, str]) -> list[list[int]]:
+        return by_machine(members, machines, hierarchy=self._by_machines())
+
+    def told(self, before: Cut) -> list[str]:
+        """Says in words how shares have changed with the view."""
+        if self.now.parts == before.parts:
+            return []
+        return [words_of(self.now.parts, self._session.labels())]
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    @property
+    def share(self) -> float:
+        """Fraction of the parameters that this rank owns."""
+        return self.now.share(self.now.members.index(self._session.group.transport.rank))
+
+    def measure(self, feedback: Feedback) -> None:
+        """Measures this rank's speed, for its reports of this round."""
+        if self._meter is not None:
+            feedback.speed = self._meter.read()
+
+    def hear(self, reports: Mapping[int, Report], row: Row) -> None:
+        """Learns the speeds of all members, and lets the lowest ask for a view with other shares if that pays."""
+        row.share = self.share
+        session, members = self._session, self.now.members
+        if self._meter is None or session.group.transport.rank != members[0] or len(reports) < len(members) - 1:
+            return
+        speeds = [self._meter.speed, *(speed_of(reports[place].speed) for place in range(1, len(members)))]
+        machines = self._machines(members, session.machines)
+        if self._shares.pays(speeds, self.now.parts, machines, session.steps, session.view.step):
+            row.events.append("other shares should make steps shorter: asks for a view with the same ranks")
+            session.group.transport.ask_anew()
+
+    def step_begins(self) -> None:
+        """Called before the user's optimizer steps."""
+        if self._meter is not None and self._timed:
+            self._meter.step_begins()
+
+    def step_ends(self) -> None:
+        """Called after it has."""
+        if self._meter is not None:
+            self._meter.step_ends(self.share, len(self.now.members))

@@ -1,0 +1,83 @@
+"""Decides how much parity one rank sends with its messages, and how long it waits; see `Policy.protect`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from stormtorch.collectives.wire import Wire
+from stormtorch.policies import rules
+from stormtorch.policies.policy import Policy
+from stormtorch.reliability import Reliability
+from stormtorch.runtime.memory.arrival_counts import Links
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.session.adaptive_deadline import Pressure
+from stormtorch.runtime.session.packet_losses import Losses
+
+
+class Protection:
+    """The redundancy of one rank's messages, step by step. Each rank decides for what it sends.
+
+    Args:
+        policy: The user's policy.
+        losses: What was lost of this rank's messages; told when the redundancy changes.
+        buckets: Buckets of the session.
+        wires: Number format of each bucket.
+        chunk_bytes: Payload of a datagram.
+    """
+
+    def __init__(
+        self, policy: Policy, losses: Losses, buckets: Sequence[Bucket], wires: Sequence[Wire], chunk_bytes: int
+    ) -> None:
+        self._policy, self._losses = policy, losses
+        counts = [(wires[bucket.index], count) for bucket in buckets for _, count in bucket.spans]
+        self._chunks = max((wire.chunks(count) for wire, count in counts), default=1) or 1
+        plain = Wire(torch.float32, chunk_bytes).per_chunk
+        self._up_pressure = Pressure(policy.allowed_loss, exact=policy.up.exact)
+        self._down_pressure = Pressure(policy.allowed_loss, exact=policy.down.exact)
+        self._narrower = min((wires[bucket.index].per_chunk / plain for bucket in buckets), default=1.0)
+        self.up = self._chosen(policy.up, self._up_pressure)
+        """Reliability of this rank's gradients."""
+        self.down = self._chosen(policy.down, self._down_pressure)
+        """Reliability of its parameters."""
+
+    def choose(self, gradients: Links) -> None:
+        """Chooses what the next exchanges send, once the losses of a step are known.
+
+        Args:
+            gradients: What arrived of the last gradients, and how long that took.
+        """
+        self._up_pressure.learn(gradients)
+        up, down = (
+            self._chosen(self._policy.up, self._up_pressure),
+            self._chosen(self._policy.down, self._down_pressure),
+        )
+        loss = self._losses.raw.value
+        self._losses.translate(
+            gradients=rules.carried_over(loss, self._chunks, _parity(self.up), _parity(up)),
+            broadcast=rules.carried_over(loss, self._chunks, _parity(self.down), _parity(down)),
+        )
+        self.up, self.down = up, down
+
+    def watch(self, broadcast: Links) -> None:
+        """Takes what arrived of the last broadcast, which was not exact, and how long that took."""
+        self._down_pressure.learn(broadcast)
+
+    def _chosen(self, stage: Reliability, pressure: Pressure) -> Reliability:
+        stage = pressure.within(stage)
+        if stage.budget < 1.0:
+            return stage  # what is lost is sent again, and the engine's model knows what parity saves there
+        loss = self._losses.raw.value
+        return _with(stage, self._policy.redundancy_of(stage, loss, self._chunks, self._narrower))
+
+
+@lru_cache(maxsize=64)  # to make one costs more than all else here, and most steps have that of the step before
+def _with(stage: Reliability, redundancy: float) -> Reliability:
+    return replace(stage, redundancy=redundancy)
+
+
+def _parity(stage: Reliability) -> float:
+    return 0.0 if stage.redundancy == "auto" else stage.redundancy

@@ -1,0 +1,123 @@
+"""What ranks tell each other alongside an exchange: what was lost, how far apart replicas are, which settings they use.
+
+All sessions share this, whatever their policy exchanges. It begins anew with every view, as ranks come and go.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from stormtorch.collectives import Group, Pending
+from stormtorch.policies.policy import Policy
+from stormtorch.reliability import EXACT
+from stormtorch.runtime.handover.reports import Report, Reports
+from stormtorch.runtime.members.barrier import Meeting
+from stormtorch.runtime.members.hyperparameters import Hyperparameters
+from stormtorch.runtime.memory.bucket import Bucket
+from stormtorch.runtime.session.drift_samples import DriftSamples
+from stormtorch.runtime.session.packet_losses import Losses
+from stormtorch.runtime.session.session import Session
+from stormtorch.telemetry.ledger import Row
+
+_log = logging.getLogger("stormtorch")
+
+
+class Rounds:
+    """The rounds of one session: each is an exchange, with a report from every member to every other.
+
+    Args:
+        session: The session.
+        optimizer: The optimizer whose settings must agree.
+        policy: The user's policy.
+    """
+
+    def __init__(self, session: Session, optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+        self._session = session
+        self._policy = policy
+        self.hyperparameters = Hyperparameters(optimizer, policy.settings)
+        self.here: Group
+        """The members of the view."""
+        self.drift: DriftSamples
+        self.losses: Losses
+        self._reports: Reports
+
+    def agree(self) -> None:
+        """Compares the optimizer's settings when all ranks begin together."""
+        if self.hyperparameters.compared:
+            group = self._session.channel("begin/settings", interruptible=True)
+            self.hyperparameters.agree(group, self._session.labels(), "at prepare()")
+
+    def begin_view(self, buckets: Sequence[Bucket]) -> None:
+        """Begins the session's view, of which the buckets have the shards."""
+        self._buckets = buckets
+        self.here = self._session.channel("here")
+        self.drift = DriftSamples(buckets, self.here.size, self.here.rank, self._policy.drift_samples)
+        self.drift.choose(self._session.steps)
+
+    def open(self, chunks: Sequence[int], wanted: Sequence[int]) -> None:
+        """Allocates memory for reports.
+
+        Args:
+            chunks: Number of chunks in each owner's shards.
+            wanted: How many of each owner's chunks a report may ask for.
+        """
+        before = getattr(self, "losses", None)
+        self.losses = Losses(self._policy, self.here.rank, chunks)
+        if before is not None:
+            self.losses.inherit(before)
+        group = self._session.round_channel("reports")
+        self._reports = Reports(group, EXACT, len(self._session.parameters), self.drift.samples, wanted)
+
+    def channels(self, name: str, *, interruptible: bool = False) -> list[Group]:
+        """Returns one channel per bucket, so that buckets may start in any order."""
+        return [
+            self._session.channel(f"{name}/{bucket.index}", interruptible=interruptible) for bucket in self._buckets
+        ]
+
+    def meeting(self) -> Meeting:
+        """Returns the place where ranks meet for calls that all of them make."""
+        calls, exact = (self._session.channel(name, interruptible=True) for name in ("calls", "exact"))
+        return Meeting(calls, exact, EXACT, self._policy.collective_wait_s)
+
+    # --- a round -----------------------------------------------------------------------------------------------------
+
+    def tell(self, step: int, report_to: Callable[[int], Report]) -> Pending:
+        """Begins to send a report to every other member."""
+        here = self.here
+        return self._reports.begin(step, [None if peer == here.rank else report_to(peer) for peer in range(here.size)])
+
+    def waiting(self) -> list[int]:
+        """Returns the members that have sent their reports of the next round, which this rank has not begun."""
+        return [peer for peer, _ in self._reports.group.begun_elsewhere()]
+
+    def hear(self, telling: Pending, row: Row, step: int, digest: int) -> dict[int, Report]:
+        """Waits for the reports of a round, and returns those of all other members that are there.
+
+        Args:
+            telling: What `tell` returned.
+            row: Row of the round; gets the ranks that are missing, and events.
+            step: Number of the step.
+            digest: Digest of this rank's optimizer settings, 0 if they are not compared now.
+
+        Raises:
+            Interrupted: Another view begins with this round.
+        """
+        telling.wait()
+        found = {peer: self._reports.read(peer) for peer in range(self.here.size) if peer != self.here.rank}
+        reports = {peer: report for peer, report in found.items() if report is not None}
+        row.missing = [self._session.label(rank) for rank in self._session.group.ranks if rank not in self.here.ranks]
+        since = step - self._session.view.step
+        if row.missing and since and since % self._policy.warn_every == 0:
+            _log.warning(
+                "rank %d: rank %s is still missing at step %d: training goes on with %d rank%s",
+                *(self._session.label(self.here.transport.rank), ", ".join(map(str, row.missing)), step),
+                *(self.here.size, "s" * (self.here.size > 1)),
+            )
+        if len({digest, *(report.settings for report in reports.values())} - {0}) > 1:
+            # Every rank has seen that digests differ, so all compare their settings.
+            group = self._session.round_channel("settings")
+            row.events += self.hyperparameters.agree(group, self._session.labels(), f"at step {step}")
+        return reports

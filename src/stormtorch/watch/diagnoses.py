@@ -1,0 +1,63 @@
+"""Findings: sentences about what is wrong with a job, and how they name culprits."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stormtorch.watch.job import named
+from stormtorch.watch.job_snapshot import Moment
+
+
+class Level(StrEnum):
+    """How much a finding matters."""
+
+    BAD = "bad"
+    WARN = "warn"
+    GOOD = "good"
+    IDLE = "idle"
+    """There is nothing to judge yet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that is wrong, or that all is well."""
+
+    level: Level
+    kind: str
+    text: str
+    """What is wrong and whose fault it is, in one sentence without its full stop."""
+    remedy: str = ""
+    ranks: tuple[int, ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
+    """Links that it is about, each as (sender, receiver)."""
+    weight: float = 0.0
+    """Cost as a share of a step or of the bytes: orders findings of one level."""
+
+    @property
+    def sentence(self) -> str:
+        """The whole sentence."""
+        words = f"{self.text}: {self.remedy}" if self.remedy else self.text
+        return words if words.endswith("\N{HORIZONTAL ELLIPSIS}") else f"{words}."
+
+
+def where(moment: Moment, ranks: tuple[int, ...]) -> str:
+    """Names ranks by their host where they are all the ranks of it, and by their numbers otherwise."""
+    everyone = moment.everyone
+    hosts = {everyone[rank].host for rank in ranks if rank in everyone}
+    if len(hosts) == 1 and (host := next(iter(hosts))):
+        whole = tuple(rank for rank, process in everyone.items() if process.host == host)
+        if whole == ranks and len(everyone) > len(ranks):
+            return f"Host {host} ({named(ranks)})"
+        if len(ranks) == 1:
+            return f"Rank {ranks[0]} on {host}"
+    text = named(ranks)
+    return text[0].upper() + text[1:]
+
+
+def does(who: str, one: str, many: str) -> str:
+    """Joins a culprit of `where` and a verb."""
+    return f"{who} {many if who.startswith('Ranks') else one}"
+
+
+def percent(fraction: float) -> str:
+    """A share as people say it: "12 %", "0.4 %"."""
+    return f"{100 * fraction:.0f} %" if fraction >= 0.0995 else f"{100 * fraction:.2g} %"

@@ -1,0 +1,168 @@
+"""The state of a job as plain data: what the page, the report and the terminal show."""
+
+import math
+from typing import Any
+
+from stormtorch.watch.cost import Cost, cost_of
+from stormtorch.watch.diagnoses import Finding
+from stormtorch.watch.fields import clean
+from stormtorch.watch.job import Job, named
+from stormtorch.watch.job_snapshot import LinkState, Moment
+from stormtorch.watch.process import Process
+from stormtorch.watch.verdict import judge
+
+VERSION = 1
+"""Number of this layout."""
+MOST_MATRIX = 128
+"""Jobs with more ranks than this get a list of the worst links and no matrix: a cell would be smaller than a letter."""
+_WORST = 20
+_SHOWN_NOTES = 200
+
+
+def snapshot(job: Job, now: float, source: str, *, since: int = 0, width_s: float | None = None) -> dict[str, Any]:
+    """Returns the state of a job as plain data.
+
+    Args:
+        job: The job.
+        now: Unix time, by the clock that says when records arrived.
+        source: Where its records come from, in words.
+        since: First bin of the time series that is wanted.
+        width_s: Width of the bins that the reader has. If bins have become wider since, all are returned.
+    """
+    moment = Moment(job, now)
+    findings, cost = judge(moment), cost_of(moment)
+    if width_s is not None and width_s != job.series.width_s:
+        since = 0
+    return {
+        "version": VERSION,
+        "now": round(now, 3),
+        "source": clean(source),
+        "state": moment.state.value,
+        "told": round(job.arrived, 3),
+        "job": _job(moment),
+        "verdict": [_finding(each) for each in findings[:6]],
+        "cost": _cost(cost),
+        "ranks": [_rank(moment, rank, process) for rank, process in moment.everyone.items()],
+        "slowest": moment.slowest,
+        "matrix": _matrix(moment) if len(moment.live) <= MOST_MATRIX else None,
+        "worst": [_link(each) for each in worst_links(moment)],
+        "views": [
+            {"number": view.number, "time": view.time, "step": view.step, "members": list(view.members)}
+            for view in list(job.views.values())[-_SHOWN_NOTES:]
+        ],
+        "notes": [
+            {
+                "time": note.time,
+                "kind": note.kind,
+                "step": note.step,
+                "text": note.text,
+                "who": named(sorted(note.ranks)) if note.ranks else "",
+            }
+            for note in sorted(job.notes.values(), key=lambda each: each.time)[-_SHOWN_NOTES:]
+        ],
+        "series": {
+            "width_s": job.series.width_s,
+            "start": job.series.start,
+            "since": since,
+            "columns": job.series.columns(since),
+        },
+    }
+
+
+def worst_links(moment: Moment, most: int = _WORST) -> list[LinkState]:
+    """Returns the links that lose most, the longest round trip first among equals."""
+    return sorted(moment.links, key=lambda link: (-(link.loss or 0.0), -(link.rtt_s or 0.0)))[:most]
+
+
+def _job(moment: Moment) -> dict[str, Any]:
+    first = next(iter(moment.live.values()), None)
+    if first is None:
+        return {}
+    view = moment.job.view
+    steps = [process.step for process in moment.everyone.values() if process.step is not None]
+    starts = [process.started for process in moment.everyone.values() if process.started is not None]
+    return {
+        "name": first.name,
+        "policy": first.policy,
+        "settings": first.settings,
+        "parameters": first.parameters,
+        "versions": first.versions,
+        "world": first.world,
+        "members": len(view.members) if view is not None else len(moment.live),
+        "view": view.number if view is not None else None,
+        "step": max(steps, default=None),
+        "started": min(starts, default=None),
+        "hosts": len({process.host for process in moment.everyone.values()}),
+    }
+
+
+def _cost(cost: Cost) -> dict[str, Any]:
+    values = {name: getattr(cost, name) for name in cost.__slots__}
+    return {name: _short(value) for name, value in {**values, "line_share": cost.line_share}.items()}
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "level": finding.level.value,
+        "kind": finding.kind,
+        "text": finding.text,
+        "remedy": finding.remedy,
+        "ranks": list(finding.ranks),
+        "links": [list(link) for link in finding.links[:200]],
+    }
+
+
+def _rank(moment: Moment, rank: int, process: Process) -> dict[str, Any]:
+    split = moment.splits.get(rank)
+    spell = moment.spells.get(rank)
+    heard = [
+        link.heard_s
+        for other in moment.live.values()
+        if other is not process and (link := other.links.get(rank)) is not None and link.heard_s is not None
+    ]
+    return {
+        "rank": rank,
+        "host": process.host,
+        "pid": process.pid,
+        "incarnation": process.incarnation,
+        "state": moment.states[rank].value,
+        "why": process.why,
+        "step": process.step,
+        "told_s": round(max(0.0, moment.now - process.arrived), 1),
+        "heard_s": _short(max(heard, default=None)),
+        "split": None if split is None else [_short(each) for each in split],
+        "lost": None if spell is None else _short(spell.lost),
+        "sent": None if spell is None or not spell.seconds else _short(spell.bytes_sent / spell.seconds),
+        "cores": _short(process.cores),
+        "overflow": process.counter("overflow"),
+        "pool_bytes": process.counter("pool_bytes"),
+        "resent": _short(process.resent),
+        "lag": max((age for age, chunks in process.lag.items() if chunks), default=None),
+        **{name: _short(process.latest.get(name)) for name in ("pair_drift", "pair_bound", "train_loss")},
+    }
+
+
+def _matrix(moment: Moment) -> dict[str, Any]:
+    """The n x n matrices: a row for each receiver, a column for each sender."""
+    ranks = list(moment.live)
+    place = {rank: index for index, rank in enumerate(ranks)}
+    empty: list[list[float | None]] = [[None] * len(ranks) for _ in ranks]
+    loss, rtt, rate = ([list(row) for row in empty] for _ in range(3))
+    for link in moment.links:
+        row, column = place[link.receiver], place[link.sender]
+        loss[row][column], rtt[row][column] = _short(link.loss), _short(link.rtt_s)
+        rate[row][column] = _short(link.rate)
+    return {"ranks": ranks, "loss": loss, "rtt": rtt, "rate": rate}
+
+
+def _link(link: LinkState) -> dict[str, Any]:
+    return {
+        "sender": link.sender,
+        "receiver": link.receiver,
+        **{"loss": _short(link.loss), "rtt": _short(link.rtt_s), "rate": _short(link.rate)},
+    }
+
+
+def _short(value: float | None) -> float | None:
+    """Four digits: nobody reads more, and they travel as a third of the bytes."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
