@@ -82,7 +82,7 @@ def main() -> None:
     with stormtorch.exact(model), torch.no_grad():
         accuracy = (model(pictures).argmax(1) == labels).float().mean().item()
     print(f"rank {group.transport.rank}: {optimizer.session.steps} steps, accuracy {accuracy:.1%}", flush=True)
-    group.transport.part()
+    group.transport.drain()
     group.transport.close()
 
 

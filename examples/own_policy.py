@@ -27,6 +27,6 @@ class Elastic(stormtorch.RankPolicy):
         centre = owner.setdefault("centre", combined.clone())
         return centre.lerp_(combined, 1.0 - self.inertia)
 
-    def accept(self, own, came, arrived):
+    def accept(self, own, received, arrived):
         """Where the centre is lost, a rank goes on with its own model."""
-        return torch.where(arrived, own.lerp(came, self.pull), own)
+        return torch.where(arrived, own.lerp(received, self.pull), own)

@@ -56,6 +56,7 @@ def run(name: str, folder: Path, *arguments: str) -> dict[str, float]:
     return dict(numbers)
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 def test_clients_denoise_with_embeddings_of_their_own_and_new_ones_learn_nothing_else(tmp_path: Path) -> None:
     found = run("diffusion", tmp_path, "--steps", "80", "--adapt", "60")
@@ -66,6 +67,7 @@ def test_clients_denoise_with_embeddings_of_their_own_and_new_ones_learn_nothing
     assert found["with kilobytes"] == pytest.approx(found["without kilobytes"], rel=0.05)  # embeddings do not travel
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 def test_adapters_learn_to_find_anomalies_for_a_fraction_of_the_bytes(tmp_path: Path) -> None:
     found = run("anomalies", tmp_path, "--pretrain", "60", "--steps", "50")
@@ -75,6 +77,7 @@ def test_adapters_learn_to_find_anomalies_for_a_fraction_of_the_bytes(tmp_path: 
     assert found["full AUROC"] > found["frozen AUROC"] + 0.05
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 def test_penalties_that_are_not_convex_keep_fewer_variables_without_effect(tmp_path: Path) -> None:
     found = run("quantiles", tmp_path, "--steps", "80")
@@ -85,6 +88,7 @@ def test_penalties_that_are_not_convex_keep_fewer_variables_without_effect(tmp_p
         assert found[f"{penalty} excess"] < 0.02
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 def test_kernels_tell_unknown_digits_better_than_a_softmax(tmp_path: Path) -> None:
     found = run("uncertainty", tmp_path, "--steps", "60")

@@ -45,6 +45,7 @@ def run(program: Program, folder: Path) -> str:
     return text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "program",
     [pytest.param(program, id=program.place, marks=[pytest.mark.slow] if program.slow else []) for program in PROGRAMS],
@@ -54,6 +55,7 @@ def test_python_runs(program: Program, tmp_path: Path, monkeypatch: pytest.Monke
     run(program, tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_are_those_that_exist(page: str) -> None:
     typed = [(block.place, line) for block in BLOCKS[page] if not block.reason for line in commands(block)]

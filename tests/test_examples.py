@@ -40,6 +40,7 @@ def run(launcher: tuple[str, ...], script: str, home: Path, *arguments: str, wit
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_plain_ddp_runs_on_storm(tmp_path: Path) -> None:
     run(TORCHRUN, "ddp.py", tmp_path)
 
@@ -57,6 +58,7 @@ def test_a_prepared_model_trains_under_loss_and_goes_on_from_its_checkpoint(tmp_
     assert checkpoint.exists()
 
 
+@pytest.mark.thorough
 def test_an_elastic_loop_uses_every_sample_once(tmp_path: Path) -> None:
     environment = os.environ | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [*TORCHRUN, str(EXAMPLES / "elastic_data.py"), "--epochs", "3"]
@@ -78,6 +80,7 @@ def test_storm_replicates_across_hosts_what_another_backend_shards_inside(tmp_pa
     assert float(accuracy) > 80
 
 
+@pytest.mark.thorough
 def test_any_model_is_simulated(tmp_path: Path) -> None:
     environment = os.environ | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [*PYTHON, str(EXAMPLES / "simulate.py")]

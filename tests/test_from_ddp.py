@@ -52,6 +52,7 @@ def test_few_lines_of_a_script_for_ddp_change(name: str) -> None:
     assert len(new_lines(name)) == NEW_LINES[name]
 
 
+@pytest.mark.thorough
 def test_a_gpt_learns_the_same_by_prepare(tmp_path: Path) -> None:
     options = ("--iterations", "20", "--evaluate-every", "10", "--accumulate", "2")
     by_ddp, by_storm = (losses(run(f"gpt_{kind}.py", tmp_path, *options)) for kind in ("ddp", "storm"))

@@ -225,6 +225,7 @@ def test_all_ranks_are_told_what_prepare_refuses() -> None:
             assert rank[name]["seconds"] < SECONDS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scenario", RANKS)
 def test_the_rank_that_matters_is_told(scenario: str) -> None:
     for rank, message in zip(told_by(scenario), RANKS[scenario], strict=True):
@@ -243,6 +244,7 @@ def test_tensors_of_different_shapes_are_told_to_both_ranks() -> None:
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.xfail(strict=False, reason="in half of the runs prepare() gives no warning; why is not understood yet")
 def test_a_rank_that_ended_without_prepare_is_named_by_those_that_go_on() -> None:
     (told,) = told_by("never_prepared")[0].values()
@@ -251,6 +253,7 @@ def test_a_rank_that_ended_without_prepare_is_named_by_those_that_go_on() -> Non
     assert "rank 1 is gone since before prepare(): training begins with 1 rank. Has every rank called" in warning
 
 
+@pytest.mark.thorough
 def test_sparse_gradients_travel_dense() -> None:
     for rank in told_by("sparse_gradients"):
         assert rank["sparse gradients"]["error"] == ""

@@ -19,7 +19,7 @@ API: dict[str, list[str]] = {
 }
 """Public names of the package in the order of the page. Others come at its end."""
 MODULES = {  # of what `stormtorch` itself does not name
-    "Rows of the ledger": "stormtorch.telemetry.ledger.Row",
+    "Rows of the ledger": "stormtorch.telemetry.ledger.LedgerRow",
     "Errors": "stormtorch.errors",
     "Collectives": "stormtorch.collectives",
     "Loss models": "stormtorch.network.loss",

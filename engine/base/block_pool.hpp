@@ -8,9 +8,9 @@
 
 namespace storm {
 
-class Blocks {
+class BlockPool {
 public:
-    Blocks(std::size_t block_bytes, std::size_t keep_bytes) : block_bytes_(block_bytes), keep_bytes_(keep_bytes) {}
+    BlockPool(std::size_t block_bytes, std::size_t keep_bytes) : block_bytes_(block_bytes), keep_bytes_(keep_bytes) {}
 
     [[nodiscard]] std::unique_ptr<std::byte[]> take() {
         if (free_.empty()) return std::make_unique_for_overwrite<std::byte[]>(block_bytes_);
@@ -18,7 +18,7 @@ public:
         free_.pop_back();
         return block;
     }
-    void give_back(std::unique_ptr<std::byte[]> block) {
+    void release(std::unique_ptr<std::byte[]> block) {
         if (block && free_.size() * block_bytes_ < keep_bytes_) free_.push_back(std::move(block));
     }
 

@@ -1,6 +1,6 @@
 // Timers of numbered owners, of which the earliest is found at once.
 //
-// An entry may be early, but is never late: whoever makes a timer earlier must say so by `set` or `hasten`. A timer that
+// An entry may be early, but is never late: whoever makes a timer earlier must say so by `set` or `set_earlier`. A timer that
 // only moved on, as most do with every datagram, needs no call: `next` and `take_due` ask for the true time of an entry
 // when it comes up, and correct it. So an arrival costs nothing here, and the answer is exact.
 //
@@ -34,7 +34,7 @@ public:
     [[nodiscard]] Owner first() const;
 
     void set(Owner owner, Nanos at);
-    void hasten(Owner owner, Nanos at) {
+    void set_earlier(Owner owner, Nanos at) {
         if (at < this->at(owner)) set(owner, at);
     }
     // Sets all entries to `true_time(owner)`, which is quicker than one by one.
@@ -50,7 +50,7 @@ public:
 
 private:
     [[nodiscard]] std::size_t leaves() const { return nodes_.size() / 2; }
-    void join();  // computes all nodes from the leaves
+    void rebuild();  // computes all nodes from the leaves
 
     std::size_t owners_{};
     std::vector<Nanos> nodes_;  // node k has the children 2k and 2k + 1; the leaves come last
@@ -66,12 +66,12 @@ inline void Timers::resize(std::size_t owners) {
         std::copy_n(nodes_.begin() + static_cast<std::ptrdiff_t>(leaves()), owners_,
                     larger.begin() + static_cast<std::ptrdiff_t>(wanted));
         nodes_ = std::move(larger);
-        join();
+        rebuild();
     }
     owners_ = owners;
 }
 
-inline void Timers::join() {
+inline void Timers::rebuild() {
     for (std::size_t node = leaves(); node-- > 1;) nodes_[node] = std::min(nodes_[2 * node], nodes_[2 * node + 1]);
 }
 
@@ -95,7 +95,7 @@ inline Timers::Owner Timers::first() const {
 template <class TrueTime>
 void Timers::set_all(TrueTime&& true_time) {
     for (Owner owner = 0; owner < owners_; ++owner) nodes_[leaves() + owner] = true_time(owner);
-    join();
+    rebuild();
 }
 
 template <class TrueTime>

@@ -7,12 +7,12 @@
 namespace storm {
 
 // How a message is cut. The short chunk is always the last one; an empty message is one empty chunk.
-struct Cut {
+struct ChunkLayout {
     std::uint64_t bytes{};
     std::uint32_t chunk_bytes{}, chunks{}, start{};
 
     // Each exchange starts at another chunk, so that a deadline does not always cut off the same ones.
-    Cut(std::uint64_t message_bytes, std::size_t bytes_per_chunk, std::uint32_t channel, std::uint32_t seq);
+    ChunkLayout(std::uint64_t message_bytes, std::size_t bytes_per_chunk, std::uint32_t channel, std::uint32_t seq);
     [[nodiscard]] std::uint32_t size(std::uint32_t chunk) const {
         return chunk + 1 < chunks ? chunk_bytes
                                   : static_cast<std::uint32_t>(bytes - std::uint64_t{chunks - 1} * chunk_bytes);

@@ -8,37 +8,37 @@
 
 namespace storm {
 
-CodeShape::CodeShape(const Cut& cut)
-    : chunks(cut.chunks),
-      stretches((cut.chunks + block_chunks * stretch_blocks - 1) / (block_chunks * stretch_blocks)),
-      parity_bytes(cut.chunks == 1 ? cut.size(0) : cut.chunk_bytes) {}
+CodeShape::CodeShape(const ChunkLayout& layout)
+    : chunks(layout.chunks),
+      stretches((layout.chunks + block_chunks * stretch_blocks - 1) / (block_chunks * stretch_blocks)),
+      parity_bytes(layout.chunks == 1 ? layout.size(0) : layout.chunk_bytes) {}
 
-CodeShape::Place CodeShape::place(std::uint32_t ordinal) const {
+CodeShape::BlockPosition CodeShape::locate(std::uint32_t ordinal) const {
     const std::uint32_t stretch = stretch_of(ordinal), inside = ordinal - begin(stretch), several = blocks(stretch);
     return {stretch, inside % several, inside / several};
 }
 
 // ---- the sender ----
 
-Encoding::Encoding(const Cut& cut, std::uint32_t sent, bool exact, bool fleeting)
-    : cut_(cut), shape_(cut), exact_(exact), fleeting_(fleeting), stretches_(shape_.stretches) {
+Encoding::Encoding(const ChunkLayout& layout, std::uint32_t sent, bool exact, bool fleeting)
+    : layout_(layout), shape_(layout), exact_(exact), fleeting_(fleeting), stretches_(shape_.stretches) {
     for (std::uint32_t stretch = 0; stretch < shape_.stretches && shape_.begin(stretch) < sent; ++stretch) {
-        stretches_[stretch].fate = Fate::plain;
+        stretches_[stretch].coding_state = CodingState::plain;
     }
 }
 
 bool Encoding::undecided(std::uint32_t chunk) const {
-    return stretches_[shape_.stretch_of(cut_.ordinal(chunk))].fate == Fate::undecided;
+    return stretches_[shape_.stretch_of(layout_.ordinal(chunk))].coding_state == CodingState::undecided;
 }
 
 bool Encoding::coded(std::uint32_t chunk) const {
-    return stretches_[shape_.stretch_of(cut_.ordinal(chunk))].fate == Fate::coded;
+    return stretches_[shape_.stretch_of(layout_.ordinal(chunk))].coding_state == CodingState::coded;
 }
 
 void Encoding::decide(std::uint32_t chunk, std::size_t parity_per_block) {
-    const std::uint32_t at = shape_.stretch_of(cut_.ordinal(chunk));
+    const std::uint32_t at = shape_.stretch_of(layout_.ordinal(chunk));
     Stretch& stretch = stretches_[at];
-    stretch.fate = parity_per_block == 0 ? Fate::plain : Fate::coded;
+    stretch.coding_state = parity_per_block == 0 ? CodingState::plain : CodingState::coded;
     // Parity leaves before the chunks of the next stretch do, so that nobody needs the sums of the one before any more.
     if (fleeting_ && parity_per_block == 0) sums_.forget();
     if (parity_per_block == 0) return;
@@ -51,13 +51,13 @@ void Encoding::decide(std::uint32_t chunk, std::size_t parity_per_block) {
     if (fleeting_) sums_.begin(shape_.blocks(at), stretch.parity, shape_.parity_bytes);
 }
 
-Encoding::Block* Encoding::block_of(const CodeShape::Place& at) {
+Encoding::Block* Encoding::block_of(const CodeShape::BlockPosition& at) {
     Stretch& stretch = stretches_[at.stretch];
-    return stretch.fate == Fate::coded ? &stretch.blocks[at.block] : nullptr;
+    return stretch.coding_state == CodingState::coded ? &stretch.blocks[at.block] : nullptr;
 }
 
 void Encoding::on_sent(std::uint32_t chunk, std::span<const std::byte> payload) {
-    const CodeShape::Place at = place(chunk);
+    const CodeShape::BlockPosition at = locate(chunk);
     Block* block = block_of(at);
     if (block == nullptr) return;
     State& state = block->data[at.position];
@@ -77,10 +77,10 @@ void Encoding::on_sent(std::uint32_t chunk, std::span<const std::byte> payload) 
     }
 }
 
-std::vector<std::uint32_t> Encoding::on_skipped(std::uint32_t chunk) { return abandon(place(chunk).stretch); }
+std::vector<std::uint32_t> Encoding::on_skipped(std::uint32_t chunk) { return stop_stretch(locate(chunk).stretch); }
 
 void Encoding::on_acked(std::uint32_t chunk) {
-    const CodeShape::Place at = place(chunk);
+    const CodeShape::BlockPosition at = locate(chunk);
     Block* block = block_of(at);
     if (block == nullptr || block->data[at.position] == State::arrived) return;
     block->data[at.position] = State::arrived;
@@ -96,7 +96,7 @@ void Encoding::on_parity_acked(std::uint32_t name) {
 }
 
 std::vector<std::uint32_t> Encoding::on_lost(std::uint32_t chunk) {
-    const CodeShape::Place at = place(chunk);
+    const CodeShape::BlockPosition at = locate(chunk);
     Block* block = block_of(at);
     if (block == nullptr) return {chunk};
     if (block->data[at.position] == State::arrived) return {};
@@ -174,7 +174,7 @@ std::vector<std::uint32_t> Encoding::settle(std::uint32_t at, std::uint32_t numb
         presume(static_cast<std::uint32_t>(needed - arrived));
         // A lossy message says with its last parity that it is over, so that it must be sent.
         if (exact_ && arrived == needed) forget_parity(stretch, block);
-        if (!std::exchange(block.saved, true) && arrived < needed) ++news_.saved;
+        if (!std::exchange(block.saved, true) && arrived < needed) ++block_counts_.saved;
         return {};
     }
     const std::size_t coming = count(State::unsent) + count(State::flying);
@@ -186,15 +186,15 @@ std::vector<std::uint32_t> Encoding::settle(std::uint32_t at, std::uint32_t numb
         block.data[i] = State::flying;
         again.push_back(chunk_at({at, number, i}));
     }
-    if (!again.empty() && !std::exchange(block.topped_up, true)) ++news_.topped_up;
+    if (!again.empty() && !std::exchange(block.topped_up, true)) ++block_counts_.topped_up;
     return again;
 }
 
 // The stretch is not coded any more. Returns its chunks that were sent and not acknowledged, nor are under way.
-std::vector<std::uint32_t> Encoding::abandon(std::uint32_t at) {
+std::vector<std::uint32_t> Encoding::stop_stretch(std::uint32_t at) {
     Stretch& stretch = stretches_[at];
     std::vector<std::uint32_t> again;
-    if (stretch.fate == Fate::coded) {
+    if (stretch.coding_state == CodingState::coded) {
         for (std::uint32_t number = 0; number < stretch.blocks.size(); ++number) {
             Block& block = stretch.blocks[number];
             forget_parity(stretch, block);
@@ -205,15 +205,15 @@ std::vector<std::uint32_t> Encoding::abandon(std::uint32_t at) {
         }
         stretch.blocks.clear();
     }
-    stretch.fate = Fate::plain;
+    stretch.coding_state = CodingState::plain;
     return again;
 }
 
-std::vector<std::uint32_t> Encoding::give_up() {
+std::vector<std::uint32_t> Encoding::stop() {
     sums_.forget();
     std::vector<std::uint32_t> all;
     for (std::uint32_t stretch = 0; stretch < shape_.stretches; ++stretch) {
-        const std::vector<std::uint32_t> again = abandon(stretch);
+        const std::vector<std::uint32_t> again = stop_stretch(stretch);
         all.insert(all.end(), again.begin(), again.end());
     }
     return all;
@@ -222,7 +222,7 @@ std::vector<std::uint32_t> Encoding::give_up() {
 ParityName Encoding::next_name() {
     for (std::uint32_t at = 0; at < stretches_.size(); ++at) {
         Stretch& stretch = stretches_[at];
-        if (!stretch.due || stretch.fate != Fate::coded) continue;
+        if (!stretch.due || stretch.coding_state != CodingState::coded) continue;
         const auto several = static_cast<std::uint32_t>(stretch.blocks.size());
         for (; stretch.next < several * stretch.parity; ++stretch.next) {
             const ParityName name{at, stretch.next % several, stretch.next / several};
@@ -237,30 +237,30 @@ ParityName Encoding::next_name() {
     throw std::logic_error("no parity is due");
 }
 
-Encoding::News Encoding::take_news() { return std::exchange(news_, {}); }
+Encoding::BlockCounts Encoding::take_block_counts() { return std::exchange(block_counts_, {}); }
 
 // ---- the receiver ----
 
-Decoding::Decoding(const Cut& cut, const std::byte* placed, std::uint16_t peer, CodingRoom& room)
-    : cut_(cut), shape_(cut), placed_(placed), peer_(peer), room_(room) {}
+Decoding::Decoding(const ChunkLayout& layout, const std::byte* placed, std::uint16_t peer, CodingMemory& coding_memory)
+    : layout_(layout), shape_(layout), placed_(placed), peer_(peer), coding_memory_(coding_memory) {}
 
 Decoding::~Decoding() {
     for (auto& [key, block] : blocks_) drop(block);
 }
 
 void Decoding::drop(Block& block) {
-    for (Memory& each : block.copies) room_.blocks().give_back(std::move(each));
-    for (auto& [index, each] : block.parity) room_.blocks().give_back(std::move(each));
-    room_.release(peer_, std::exchange(block.reserved, 0));
+    for (Memory& each : block.copies) coding_memory_.blocks().release(std::move(each));
+    for (auto& [index, each] : block.parity) coding_memory_.blocks().release(std::move(each));
+    coding_memory_.release(peer_, std::exchange(block.reserved, 0));
 }
 
-Decoding::Block& Decoding::open(const CodeShape::Place& at) {
+Decoding::Block& Decoding::open(const CodeShape::BlockPosition& at) {
     const auto [entry, is_new] = blocks_.try_emplace(key(at));
     Block& block = entry->second;
     if (is_new && placed_ == nullptr) {
         // Room for all copies is there or none is taken: half of a block is of no use.
-        const std::size_t chunks = shape_.block_size(at.stretch, at.block), bytes = chunks * cut_.chunk_bytes;
-        block.broken = !room_.reserve(peer_, bytes);
+        const std::size_t chunks = shape_.block_size(at.stretch, at.block), bytes = chunks * layout_.chunk_bytes;
+        block.broken = !coding_memory_.reserve(peer_, bytes);
         if (!block.broken) {
             block.reserved = bytes;
             block.copies.resize(chunks);
@@ -271,10 +271,10 @@ Decoding::Block& Decoding::open(const CodeShape::Place& at) {
 
 void Decoding::keep(std::uint32_t chunk, std::span<const std::byte> payload) {
     if (placed_ != nullptr) return;
-    const CodeShape::Place at = shape_.place(cut_.ordinal(chunk));
+    const CodeShape::BlockPosition at = shape_.locate(layout_.ordinal(chunk));
     Block& block = open(at);
     if (block.broken || block.copies[at.position]) return;
-    Memory& copy = block.copies[at.position] = room_.blocks().take();
+    Memory& copy = block.copies[at.position] = coding_memory_.blocks().take();
     if (!payload.empty()) std::memcpy(copy.get(), payload.data(), payload.size());
     if (++block.copied < block.copies.size()) return;
     drop(block);  // complete
@@ -289,7 +289,7 @@ Decoding::Taken Decoding::take_parity(std::uint32_t name, std::span<const std::b
     if (payload.size() != shape_.parity_bytes || of.index >= max_block_chunks - chunks) return Taken::malformed;
     std::uint32_t missing = 0, awaited = 0;
     for (std::uint32_t i = 0; i < chunks; ++i) {
-        const std::uint32_t chunk = cut_.at(shape_.ordinal({of.stretch, of.block, i}));
+        const std::uint32_t chunk = layout_.at(shape_.ordinal({of.stretch, of.block, i}));
         if (!arrived.test(chunk)) ++missing;
         if (!settled.test(chunk)) ++awaited;
     }
@@ -297,45 +297,45 @@ Decoding::Taken Decoding::take_parity(std::uint32_t name, std::span<const std::b
     Block& block = open({of.stretch, of.block, 0});
     // Chunks that were not kept, as they came another way or found no room, cannot be had again.
     if (placed_ == nullptr && block.copied + missing != chunks) block.broken = true;
-    if (block.broken) return Taken::no_room;
+    if (block.broken) return Taken::no_space;
     const auto same = [&](const auto& each) { return each.first == of.index; };
     if (block.parity.size() >= chunks || std::any_of(block.parity.begin(), block.parity.end(), same)) return Taken::yes;
-    if (!room_.reserve(peer_, cut_.chunk_bytes)) return Taken::no_room;
-    block.reserved += cut_.chunk_bytes;
-    Memory copy = room_.blocks().take();
+    if (!coding_memory_.reserve(peer_, layout_.chunk_bytes)) return Taken::no_space;
+    block.reserved += layout_.chunk_bytes;
+    Memory copy = coding_memory_.blocks().take();
     if (!payload.empty()) std::memcpy(copy.get(), payload.data(), payload.size());
     block.parity.emplace_back(of.index, std::move(copy));
     return Taken::yes;
 }
 
-std::vector<Decoding::Found> Decoding::restore(CodeShape::Place at, const Bitmap& arrived) {
+std::vector<Decoding::RestoredChunk> Decoding::restore(CodeShape::BlockPosition at, const Bitmap& arrived) {
     const auto entry = blocks_.find(key(at));
     if (entry == blocks_.end() || entry->second.broken || entry->second.parity.empty()) return {};
     Block& block = entry->second;
     const std::uint32_t chunks = shape_.block_size(at.stretch, at.block);
     std::vector<std::uint32_t> lost;
     for (at.position = 0; at.position < chunks; ++at.position) {
-        const std::uint32_t chunk = cut_.at(shape_.ordinal(at));
+        const std::uint32_t chunk = layout_.at(shape_.ordinal(at));
         const bool here = arrived.test(chunk);
         if (!here) lost.push_back(chunk);
         if (here && placed_ == nullptr && !block.copies[at.position]) block.broken = true;
     }
     if (block.broken || lost.size() > block.parity.size()) return {};
-    std::vector<Found> found;
+    std::vector<RestoredChunk> found;
     if (!lost.empty()) {
         std::vector<ErasureDecoder::Chunk> data(chunks);
         std::vector<Parity> parity;
-        restored_.resize(lost.size() * cut_.chunk_bytes);
+        restored_.resize(lost.size() * layout_.chunk_bytes);
         for (at.position = 0; at.position < chunks; ++at.position) {
-            const std::uint32_t chunk = cut_.at(shape_.ordinal(at)), size = cut_.size(chunk);
+            const std::uint32_t chunk = layout_.at(shape_.ordinal(at)), size = layout_.size(chunk);
             ErasureDecoder::Chunk& each = data[at.position];
             each.arrived = arrived.test(chunk);
             if (each.arrived) {
-                const std::byte* from = placed_ != nullptr ? placed_ + std::size_t{chunk} * cut_.chunk_bytes
+                const std::byte* from = placed_ != nullptr ? placed_ + std::size_t{chunk} * layout_.chunk_bytes
                                                            : block.copies[at.position].get();
                 each.present = {from, size};
             } else {
-                each.missing = {restored_.data() + found.size() * cut_.chunk_bytes, size};
+                each.missing = {restored_.data() + found.size() * layout_.chunk_bytes, size};
                 found.push_back({chunk, each.missing});
             }
         }

@@ -27,7 +27,7 @@ struct CodeShape {
 
     std::uint32_t chunks, stretches, parity_bytes;
 
-    explicit CodeShape(const Cut& cut);
+    explicit CodeShape(const ChunkLayout& layout);
     [[nodiscard]] std::uint32_t begin(std::uint32_t stretch) const {
         return static_cast<std::uint32_t>(std::uint64_t{stretch} * chunks / stretches);
     }
@@ -43,11 +43,11 @@ struct CodeShape {
         return (size(stretch) - block + several - 1) / several;
     }
     // Where a chunk belongs, and the other way round.
-    struct Place {
+    struct BlockPosition {
         std::uint32_t stretch, block, position;
     };
-    [[nodiscard]] Place place(std::uint32_t ordinal) const;
-    [[nodiscard]] std::uint32_t ordinal(const Place& at) const {
+    [[nodiscard]] BlockPosition locate(std::uint32_t ordinal) const;
+    [[nodiscard]] std::uint32_t ordinal(const BlockPosition& at) const {
         return begin(at.stretch) + at.block + at.position * blocks(at.stretch);
     }
 };
@@ -69,7 +69,7 @@ public:
     // that lacks something is topped up; otherwise its chunks are from then on repaired or not, one by one. `fleeting`: a
     // chunk may be overwritten once the receiver has it, so that its parity is computed as it leaves. Such chunks leave in
     // the order of the cut.
-    Encoding(const Cut& cut, std::uint32_t sent, bool exact, bool fleeting);
+    Encoding(const ChunkLayout& layout, std::uint32_t sent, bool exact, bool fleeting);
 
     [[nodiscard]] const CodeShape& shape() const { return shape_; }
     // Whether nobody has decided yet how much parity the stretch of this chunk gets: `decide` comes before the chunk is sent.
@@ -91,7 +91,7 @@ public:
     [[nodiscard]] std::vector<std::uint32_t> take_lost_before_parity();
     // The receiver waits although it should have been able to decode, or parity cannot be sent any more: no block is coded
     // from now on. Returns all chunks that were not acknowledged where that was relied upon.
-    [[nodiscard]] std::vector<std::uint32_t> give_up();
+    [[nodiscard]] std::vector<std::uint32_t> stop();
 
     // Chunks of parity that can be sent now, and the next of them. `payload(chunk)` gives a chunk's bytes, where they stay.
     [[nodiscard]] std::size_t due() const { return due_; }
@@ -106,10 +106,10 @@ public:
     [[nodiscard]] std::uint32_t presumed() const { return presumed_; }
     [[nodiscard]] bool relied_upon() const { return presumed_ > 0; }
     // Blocks since the last call that parity saved, or that had to be topped up.
-    struct News {
+    struct BlockCounts {
         std::uint32_t saved, topped_up;
     };
-    [[nodiscard]] News take_news();
+    [[nodiscard]] BlockCounts take_block_counts();
     // Memory that it holds for parity.
     [[nodiscard]] std::size_t memory_bytes() const { return computed_.capacity() + sums_.memory_bytes(); }
 
@@ -120,41 +120,45 @@ private:
         std::uint32_t presumed{};
         bool saved{}, topped_up{}, failed{};
     };
-    enum class Fate : std::uint8_t { undecided, plain, coded };
+    enum class CodingState : std::uint8_t { undecided, plain, coded };
     struct Stretch {
-        Fate fate{Fate::undecided};
+        CodingState coding_state{CodingState::undecided};
         bool due{};
         std::uint32_t sent{}, next{}, parity{};
         std::vector<Block> blocks;
     };
     static constexpr std::uint32_t at_once = 8;  // chunks of parity of a block that are computed together
 
-    [[nodiscard]] CodeShape::Place place(std::uint32_t chunk) const { return shape_.place(cut_.ordinal(chunk)); }
-    [[nodiscard]] std::uint32_t chunk_at(const CodeShape::Place& at) const { return cut_.at(shape_.ordinal(at)); }
-    [[nodiscard]] Block* block_of(const CodeShape::Place& at);
+    [[nodiscard]] CodeShape::BlockPosition locate(std::uint32_t chunk) const {
+        return shape_.locate(layout_.ordinal(chunk));
+    }
+    [[nodiscard]] std::uint32_t chunk_at(const CodeShape::BlockPosition& at) const {
+        return layout_.at(shape_.ordinal(at));
+    }
+    [[nodiscard]] Block* block_of(const CodeShape::BlockPosition& at);
     [[nodiscard]] std::vector<std::uint32_t> settle(std::uint32_t stretch, std::uint32_t block);
     static void drop_needless_parity(Block& block);
     void forget_parity(Stretch& stretch, Block& block);
-    [[nodiscard]] std::vector<std::uint32_t> abandon(std::uint32_t stretch);
+    [[nodiscard]] std::vector<std::uint32_t> stop_stretch(std::uint32_t stretch);
     // The next chunk of parity to send; moves on over those that are no longer wanted.
     [[nodiscard]] ParityName next_name();
 
-    Cut cut_;
+    ChunkLayout layout_;
     CodeShape shape_;
     bool exact_, fleeting_;
     std::vector<Stretch> stretches_;
     std::size_t due_{};
     std::uint32_t presumed_{};
-    News news_{};
+    BlockCounts block_counts_{};
     std::vector<std::byte> computed_;  // parity of all blocks of one stretch, `at_once` each
     std::uint32_t computed_stretch_{~0U}, computed_group_{~0U};
     ParitySums sums_;  // of the stretch that is being sent, where chunks are fleeting
 };
 
 // Memory for what receivers keep until a block is complete: no peer gets more than its share.
-class CodingRoom {
+class CodingMemory {
 public:
-    CodingRoom(Blocks& blocks, std::size_t total_bytes, std::size_t world)
+    CodingMemory(BlockPool& blocks, std::size_t total_bytes, std::size_t world)
         : blocks_(blocks), total_bytes_(total_bytes), used_(world) {}
 
     void set_peers(std::size_t peers) { peers_ = peers == 0 ? 1 : peers; }
@@ -165,10 +169,10 @@ public:
     }
     void release(std::uint16_t peer, std::size_t bytes) { used_[peer] -= bytes; }
     [[nodiscard]] std::size_t used(std::uint16_t peer) const { return used_[peer]; }
-    [[nodiscard]] Blocks& blocks() { return blocks_; }
+    [[nodiscard]] BlockPool& blocks() { return blocks_; }
 
 private:
-    Blocks& blocks_;
+    BlockPool& blocks_;
     std::size_t total_bytes_, peers_{1};
     std::vector<std::size_t> used_;
 };
@@ -177,7 +181,7 @@ private:
 class Decoding {
 public:
     // `placed`: where chunks lie that arrived; null if they are summed up, so that copies must be kept.
-    Decoding(const Cut& cut, const std::byte* placed, std::uint16_t peer, CodingRoom& room);
+    Decoding(const ChunkLayout& layout, const std::byte* placed, std::uint16_t peer, CodingMemory& coding_memory);
     ~Decoding();
     Decoding(const Decoding&) = delete;
     Decoding& operator=(const Decoding&) = delete;
@@ -185,7 +189,7 @@ public:
     [[nodiscard]] const CodeShape& shape() const { return shape_; }
     // A chunk arrived whose stretch is coded. Call it before the chunk is summed up.
     void keep(std::uint32_t chunk, std::span<const std::byte> payload);
-    enum class Taken : std::uint8_t { yes, malformed, no_room };
+    enum class Taken : std::uint8_t { yes, malformed, no_space };
     // `settled`: chunks that arrived or were given up.
     [[nodiscard]] Taken take_parity(std::uint32_t name, std::span<const std::byte> payload, const Bitmap& arrived,
                                     const Bitmap& settled);
@@ -206,22 +210,22 @@ private:
         std::size_t reserved{};
         bool broken{};  // a copy is missing, so that it cannot be decoded
     };
-    struct Found {
+    struct RestoredChunk {
         std::uint32_t chunk;
         std::span<const std::byte> payload;
     };
-    [[nodiscard]] static std::uint32_t key(const CodeShape::Place& at) {
+    [[nodiscard]] static std::uint32_t key(const CodeShape::BlockPosition& at) {
         return at.stretch * CodeShape::stretch_blocks + at.block;
     }
-    [[nodiscard]] Block& open(const CodeShape::Place& at);
-    [[nodiscard]] std::vector<Found> restore(CodeShape::Place at, const Bitmap& arrived);
+    [[nodiscard]] Block& open(const CodeShape::BlockPosition& at);
+    [[nodiscard]] std::vector<RestoredChunk> restore(CodeShape::BlockPosition at, const Bitmap& arrived);
     void drop(Block& block);
 
-    Cut cut_;
+    ChunkLayout layout_;
     CodeShape shape_;
     const std::byte* placed_;
     std::uint16_t peer_;
-    CodingRoom& room_;
+    CodingMemory& coding_memory_;
     std::unordered_map<std::uint32_t, Block> blocks_;
     ErasureDecoder decoder_;
     std::vector<std::byte> restored_;
@@ -255,13 +259,14 @@ Encoding::Ready Encoding::take(Payload&& payload) {
 
 template <class Restored>
 void Decoding::restore_block_of(std::uint32_t chunk, const Bitmap& arrived, Restored&& restored) {
-    for (const Found& each : restore(shape_.place(cut_.ordinal(chunk)), arrived)) restored(each.chunk, each.payload);
+    for (const RestoredChunk& each : restore(shape_.locate(layout_.ordinal(chunk)), arrived))
+        restored(each.chunk, each.payload);
 }
 
 template <class Restored>
 void Decoding::restore_block_named(std::uint32_t name, const Bitmap& arrived, Restored&& restored) {
     const ParityName of = ParityName::unpack(name);
-    for (const Found& each : restore({of.stretch, of.block, 0}, arrived)) restored(each.chunk, each.payload);
+    for (const RestoredChunk& each : restore({of.stretch, of.block, 0}, arrived)) restored(each.chunk, each.payload);
 }
 
 }  // namespace storm

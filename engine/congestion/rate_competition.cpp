@@ -13,7 +13,7 @@ constexpr double crowd_margin = 1.5;     // times what the job itself would keep
 constexpr double contested_share = 0.6;  // of what it had that a link holds beside somebody who does not yield
 constexpr double overload_s = 0.3, most_overload = 0.03;  // how long how much more is lost until it is too much
 constexpr double line_memory_s = 60;                      // how long the most that the line has carried is remembered
-constexpr int patience_rounds = 144;                      // for which a queue must stay to be somebody else's,
+constexpr int foreign_queue_rounds = 144;                 // for which a queue must stay to be somebody else's,
 constexpr int sure_round = 6;     // and how many of them a round counts in which it is longer than one's own
 constexpr Nanos lately = second;  // a queue of others that was seen since then may still be theirs
 constexpr Nanos longest_contest = 16 * second;  // then it is found out anew whose queue it is
@@ -30,7 +30,7 @@ void RateControl::notice_competition(double queue_s, Nanos now) {
     // All links of the job together keep no more than this in a queue, whoever of them sends, as no line is slower than what
     // it has carried.
     const double bare_s = bare_noise_s();
-    const bool crowded = queue_s > crowd_margin * (bare_s + shared_bytes_ / std::max(fair_, line_bytes_per_s_));
+    const bool crowded = queue_s > crowd_margin * (bare_s + shared_bytes_ / std::max(fair_, bottleneck_bytes_per_s_));
     if (!crowded) {
         crowded_rounds_ = std::max(crowded_rounds_ - 2, 0);
         if (!competing_) {
@@ -53,7 +53,7 @@ void RateControl::notice_competition(double queue_s, Nanos now) {
         competing_ = true;
         overload_ = 0;
         // A link that started together with another flow never had the queue to itself, but may have had the line briefly.
-        fair_ = std::max(fair_, line_bytes_per_s_ / static_cast<double>(busy_));
+        fair_ = std::max(fair_, bottleneck_bytes_per_s_ / static_cast<double>(busy_));
         compete_until_ = now + contest_;
     }
 }
@@ -82,13 +82,13 @@ double RateControl::yield_queue_s() const {
 }
 
 // What all links of the job together keep in a queue.
-double RateControl::own_queue_s() const { return shared_bytes_ / std::max(most_line_, rate_); }
+double RateControl::own_queue_s() const { return shared_bytes_ / std::max(most_bottleneck_, rate_); }
 
 // Whether all links of the endpoint together carry much less than the line has carried before.
 bool RateControl::carries_little() const {
     if (round_.weight <= 0) return true;
     const double own = round_.rated / round_.weight / (1 - loss_);
-    return own * static_cast<double>(busy_) / weight_ < known_part * most_line_;
+    return own * static_cast<double>(busy_) / weight_ < known_part * most_bottleneck_;
 }
 
 // Whether others were seen on the line a moment ago. What they leave tells nothing about the line and the path themselves.
@@ -103,7 +103,7 @@ void RateControl::yield(double queue_s, double round_s, Nanos now) {
         if (now - yielded_at_ >= lately) crowded_since_ = now;
         yielded_at_ = now;
     } else if (!yielded_lately(now)) {
-        most_line_ *= 1 - std::min(round_s / line_memory_s, 1.0);
+        most_bottleneck_ *= 1 - std::min(round_s / line_memory_s, 1.0);
     }
     if (mode_ == RateMode::low_priority) {
         if (queued) rate_ *= 0.5;
@@ -115,14 +115,15 @@ void RateControl::yield(double queue_s, double round_s, Nanos now) {
     // passes, however long, says nothing: ranks of one's own make it, too, when their exchanges begin and end.
     const double limit_s = yield_queue_s();
     const bool foreign = queue_s > 0.5 * (bare_noise_s() + limit_s) && carries_little();
-    crowded_rounds_ = foreign ? std::min(crowded_rounds_ + (queued ? sure_round : 1), patience_rounds + 8 * sure_round)
-                              : std::max(crowded_rounds_ - 8 * sure_round, 0);
-    if (foreign && crowded_rounds_ > patience_rounds) {
+    crowded_rounds_ = foreign
+                          ? std::min(crowded_rounds_ + (queued ? sure_round : 1), foreign_queue_rounds + 8 * sure_round)
+                          : std::max(crowded_rounds_ - 8 * sure_round, 0);
+    if (foreign && crowded_rounds_ > foreign_queue_rounds) {
         rate_ *= std::clamp(2 - queue_s / limit_s, 0.5, 0.9);
         return grow(true, false, 0);
     }
     // Up to what the line has carried the rate comes back quickly, and beyond it with care.
-    if (rate_ * static_cast<double>(busy_) > known_part * most_line_) {
+    if (rate_ * static_cast<double>(busy_) > known_part * most_bottleneck_) {
         step_ = least_step;
         free_rounds_ = 0;
     }

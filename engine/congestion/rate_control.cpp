@@ -18,14 +18,14 @@ constexpr double startup_gain = 2;            // of the best rate delivered so f
 constexpr double most_weight = 2;             // of a link that lags behind; the inverse of one that is ahead
 constexpr double most_occupancy = 24'576;     // what a link keeps in the bottleneck's queue
 constexpr double shared_occupancy = 49'152;   // what all links of an endpoint keep there together
-constexpr double patience = 0.25;             // a queue may last this much of what a message has time for
+constexpr double queue_time_share = 0.25;     // a queue may last this much of what a message has time for
 constexpr double least_target_s = 0.0002;     // delay below which a queue cannot be told from scheduling noise
 constexpr double most_noise_s = 0.001;        // delay that is never taken for noise, whatever a dip shows
 constexpr double max_loss = 0.45;             // more than this is taken for an outage, not for a lossy link
 constexpr double least_datagrams_per_s = 20;
-constexpr double floor_bytes = 3'000;  // per round trip, always: two Ethernet datagrams keep the measurements alive
-constexpr double dip_gain = 0.3;       // of the rate while the queue is emptied to see the bare round trip
-constexpr double peak_memory_s = 30;   // how long the longest queue is remembered
+constexpr double floor_bytes = 3'000;   // per round trip, always: two Ethernet datagrams keep the measurements alive
+constexpr double probe_rtt_gain = 0.3;  // of the rate while the queue is emptied to see the bare round trip
+constexpr double peak_memory_s = 30;    // how long the longest queue is remembered
 constexpr Nanos min_rtt_bucket = 5 * second;  // two of them make the window of ten seconds
 
 }  // namespace
@@ -57,10 +57,10 @@ RateControl::RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, s
         std::max(datagram_bytes, std::min<std::size_t>(4 * datagram_bytes, static_cast<std::size_t>(gso_bytes)));
 }
 
-bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now, bool dark) {
+bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now, bool ack_overdue) {
     if (!paced()) return true;
-    window_full_ =
-        !dark && in_flight_bytes > 0 && static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
+    window_full_ = !ack_overdue && in_flight_bytes > 0 &&
+                   static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
     const bool known = phase_ == Phase::cruise || phase_ == Phase::probe_rtt;
     const bool paused = in_flight_bytes == 0 && app_limited_ && now - sent_at_ > 4 * least_round;
     // Where the path is long, not just its queue, the next exchange begins while what this one sent last is not answered yet.
@@ -76,7 +76,7 @@ bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nan
         // The last exchange may have ended with this link alone on the line.
         if (busy_ >= crowd_ && crowd_rate_ > 0) rate_ = std::min(rate_, 1.1 * crowd_rate_);
         crowd_ = busy_;
-        next_dip_at_ = now + dip_period();
+        next_probe_rtt_at_ = now + probe_rtt_period();
         apply(1, now);
     }
     if (window_full_ && !may_trickle(in_flight_bytes, now)) return false;
@@ -109,7 +109,7 @@ double RateControl::target_queue_s() const {
     // Noise is scaled less: a threshold within it would hold the link back for ever.
     const double noise_s = std::max(std::max(shallow_, 0.5) * noise_s_, shallow_ * rtt_noise * seconds(min_rtt_));
     // A datagram that misses its deadline is lost: data must not queue behind datagrams that are too late already.
-    return noise_s + std::min(shallow_ * weight_ * occupancy_bytes_ / rate_, patience * deadline_s_);
+    return noise_s + std::min(shallow_ * weight_ * occupancy_bytes_ / rate_, queue_time_share * deadline_s_);
 }
 
 void RateControl::learn_min_rtt(Nanos rtt, Nanos now) {
@@ -139,8 +139,8 @@ void RateControl::on_delivery(const Delivery& delivery) {
         recent_rtt_[recent_++ % recent_rtt_.size()] = delivery.rtt;
     }
     in_flight_ = static_cast<double>(delivery.in_flight_bytes);
-    line_bytes_per_s_ = delivery.line_bytes_per_s;
-    most_line_ = std::max(most_line_, line_bytes_per_s_);
+    bottleneck_bytes_per_s_ = delivery.bottleneck_bytes_per_s;
+    most_bottleneck_ = std::max(most_bottleneck_, bottleneck_bytes_per_s_);
     burst_ = delivery.burst;
     const auto delivered = static_cast<double>(delivery.delivered_bytes);
     const auto lost = static_cast<double>(delivery.lost_bytes);
@@ -165,7 +165,7 @@ void RateControl::on_delivery(const Delivery& delivery) {
         phase_ == Phase::startup && round_.weight > 0 && std::isfinite(rate_) && recent_queue_s() > target_queue_s();
     const bool sooner = filled || (phase_ == Phase::drain && drained(now));
     if ((enough && elapsed >= round_.min_rtt) || sooner) end_round(now);
-    heed_train(delivery.train, now);
+    on_train(delivery.train, now);
 }
 
 void RateControl::end_round(Nanos now) {
@@ -205,7 +205,8 @@ void RateControl::learn_delivery(double queue_s, double round_s) {
             loss_ += 0.5 * (loss - loss_);
         } else if (queue_s <= loss_queue_s()) {
             if (loss_ + weight * (loss - loss_) > most_loss_)  // more than the last dip saw: look again
-                next_dip_at_ = std::min(next_dip_at_, dip_until_ + 16 * (round_.min_rtt + least_round));
+                next_probe_rtt_at_ =
+                    std::min(next_probe_rtt_at_, probe_rtt_until_ + 16 * (round_.min_rtt + least_round));
             loss_ = std::min(loss_ + weight * (loss - loss_), std::max(loss_, most_loss_));
         } else {
             // A queue that overflows is as long as it can be. (A burst of losses may come at any length.)
@@ -239,7 +240,7 @@ void RateControl::advance(double queue_s, double round_s, Nanos now) {
             const bool filled = std::max(queue_s, recent_queue_s()) > target_s || overflowed_;
             if (plateau_rounds_ >= 3 || (has_data && filled)) {
                 phase_ = Phase::drain;
-                begin_dip(now);
+                begin_probe_rtt(now);
             } else {
                 apply(startup_gain, now);
                 return;
@@ -248,10 +249,10 @@ void RateControl::advance(double queue_s, double round_s, Nanos now) {
         }
         case Phase::drain:
             if (!drained(now) && ++drain_rounds_ <= 8) {
-                apply(dip_gain, now);
+                apply(probe_rtt_gain, now);
                 return;
             }
-            if (!dipping(now)) learn_from_dip();
+            if (!probing_rtt(now)) learn_from_probe_rtt();
             phase_ = Phase::cruise;
             step_ = most_step;  // startup may have stopped short
             [[fallthrough]];
@@ -267,16 +268,16 @@ void RateControl::advance(double queue_s, double round_s, Nanos now) {
                 }
                 follow_delay(queue_s, round_s);
             }
-            if (has_data && now >= next_dip_at_) {
+            if (has_data && now >= next_probe_rtt_at_) {
                 phase_ = Phase::probe_rtt;
-                begin_dip(now);
-                apply(dip_gain, now);
+                begin_probe_rtt(now);
+                apply(probe_rtt_gain, now);
                 return;
             }
             break;
         case Phase::probe_rtt:
-            if (dipping(now)) return;
-            learn_from_dip();
+            if (probing_rtt(now)) return;
+            learn_from_probe_rtt();
             phase_ = Phase::cruise;
             break;
     }
@@ -305,22 +306,22 @@ bool RateControl::drained(Nanos now) const {
 }
 
 // A dip costs some 40 ms' worth of a short line; until there was one, links that came late are served worse.
-Nanos RateControl::dip_period() const { return std::clamp(100 * min_rtt_, 2 * second, min_rtt_bucket); }
+Nanos RateControl::probe_rtt_period() const { return std::clamp(100 * min_rtt_, 2 * second, min_rtt_bucket); }
 
 // Links of one endpoint share a clock, so most of them dip together and see the path without their own queue.
-void RateControl::begin_dip(Nanos now) {
-    next_dip_at_ = (now / dip_period() + 1) * dip_period();
-    dip_until_ = now + std::max(3 * min_rtt_ / 2, 8 * least_round);
-    dip_seen_at_ = now + min_rtt_;
+void RateControl::begin_probe_rtt(Nanos now) {
+    next_probe_rtt_at_ = (now / probe_rtt_period() + 1) * probe_rtt_period();
+    probe_rtt_until_ = now + std::max(3 * min_rtt_ / 2, 8 * least_round);
+    probe_rtt_seen_at_ = now + min_rtt_;
     drain_rounds_ = 0;
     drain_from_ = now;
 }
 
 // A round counts for a dip when all it reports was sent within.
-bool RateControl::dipping(Nanos now) const { return now < dip_until_ || round_.begin < dip_seen_at_; }
+bool RateControl::probing_rtt(Nanos now) const { return now < probe_rtt_until_ || round_.begin < probe_rtt_seen_at_; }
 
 // Delay seen while the queue is empty is noise: threads that wake late, Wi-Fi, batches. Loss seen then is no overflow.
-void RateControl::learn_from_dip() {
+void RateControl::learn_from_probe_rtt() {
     const double mean_s = round_.rtt_sum_s / round_.rtts - seconds(min_rtt_);
     if (!yielded_lately(round_.begin))
         noise_s_ = std::clamp(0.5 * (noise_s_ + 1.25 * mean_s), least_target_s, most_noise_s);

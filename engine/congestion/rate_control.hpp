@@ -16,9 +16,9 @@
 #include <optional>
 
 #include "base/clock.hpp"
-#include "link/delivery_meter.hpp"
 #include "congestion/pacer.hpp"
 #include "congestion/path_cache.hpp"
+#include "link/delivery_meter.hpp"
 
 namespace storm {
 
@@ -38,7 +38,7 @@ public:
     RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, std::size_t links = 1,
                 Nanos yield_delay = millisecond);
     // Whether a batch of `bytes` may leave now; counts it if so. In the dark (Outbound) only the rate holds it back.
-    [[nodiscard]] bool try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now, bool dark = false);
+    [[nodiscard]] bool try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now, bool ack_overdue = false);
     // When to try again after a refusal; `never` when only a report can help (the window is full).
     [[nodiscard]] Nanos next_send_at(Nanos now) const;
     // How many bytes one batch should carry at most, so that pacing stays smooth (GSO batches are bursts).
@@ -50,10 +50,10 @@ public:
     void set_share(double share, std::size_t busy, Nanos deadline = never);
 
     // What an earlier link over the same path has learned: this one starts with it, until it has measured the path itself.
-    void recall(const PathFacts& facts);
+    void recall(const PathMetrics& metrics);
     // What this link has learned of its path. Nothing before it has found its rate, or on a path so short that finding it
     // takes no time.
-    [[nodiscard]] std::optional<PathFacts> facts() const;
+    [[nodiscard]] std::optional<PathMetrics> metrics() const;
 
     [[nodiscard]] double bytes_per_s() const;                 // the current pacing rate; infinity when unlimited
     [[nodiscard]] Nanos min_rtt() const { return min_rtt_; }  // `never` before the first sample
@@ -83,7 +83,7 @@ private:
     [[nodiscard]] bool drained(Nanos now) const;
     void learn_min_rtt(Nanos rtt, Nanos now);
     // rate_start.cpp
-    void heed_train(const Dispersion& train, Nanos now);
+    void on_train(const Dispersion& train, Nanos now);
     [[nodiscard]] bool may_trickle(std::uint64_t in_flight_bytes, Nanos now);
     [[nodiscard]] double trickle_rate() const;
     [[nodiscard]] double recalled_rate() const;
@@ -102,10 +102,10 @@ private:
     [[nodiscard]] double deviation(double loss, double bytes) const;
     void learn_delivery(double queue_s, double round_s);
     void advance(double queue_s, double round_s, Nanos now);
-    [[nodiscard]] Nanos dip_period() const;
-    void begin_dip(Nanos now);
-    [[nodiscard]] bool dipping(Nanos now) const;
-    void learn_from_dip();
+    [[nodiscard]] Nanos probe_rtt_period() const;
+    void begin_probe_rtt(Nanos now);
+    [[nodiscard]] bool probing_rtt(Nanos now) const;
+    void learn_from_probe_rtt();
     void follow_delay(double queue_s, double round_s);
     void grow(bool queued, bool empty, double share);
     void apply(double gain, Nanos now);
@@ -113,7 +113,7 @@ private:
     RateMode mode_;
     Phase phase_{Phase::startup};
     Nanos learn_until_{never};  // the first rate is not proven: until then trains decide
-    PathFacts recalled_{};
+    PathMetrics recalled_{};
     bool window_full_{}, app_limited_{};
     double datagram_bytes_;
     double occupancy_bytes_,
@@ -140,8 +140,8 @@ private:
     bool queued_before_{};   // the last round saw more than the target
     bool overflowed_{};      // this round lost more than the link does without a queue
 
-    double line_bytes_per_s_{};
-    double most_line_{};                // the most that the line has carried within the last minute or so
+    double bottleneck_bytes_per_s_{};
+    double most_bottleneck_{};          // the most that the line has carried within the last minute or so
     double fair_{};                     // the rate while the queue was ours
     double overload_{};                 // share lost beyond what the link always loses, while competing
     bool competing_{};                  // somebody else keeps the queue full
@@ -150,7 +150,7 @@ private:
     Nanos crowded_since_{}, compete_until_{}, contest_{second};
 
     Nanos min_rtt_{never}, older_min_{never}, newer_min_{never}, bucket_;
-    Nanos drain_from_{}, dip_until_{}, dip_seen_at_{}, next_dip_at_{}, sent_at_{};
+    Nanos drain_from_{}, probe_rtt_until_{}, probe_rtt_seen_at_{}, next_probe_rtt_at_{}, sent_at_{};
     Nanos ready_at_{};  // from when on the rate would have let the next batch go
     Round round_;
     std::array<Nanos, 3> recent_rtt_;  // of the latest reports

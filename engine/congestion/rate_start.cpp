@@ -18,17 +18,18 @@ constexpr double most_recalled = 64e6;
 
 }  // namespace
 
-void RateControl::recall(const PathFacts& facts) {
-    if (!(facts.bytes_per_s > 0) || !std::isfinite(facts.bytes_per_s) || facts.round_trip < least_train_rtt) return;
-    recalled_ = facts;
+void RateControl::recall(const PathMetrics& metrics) {
+    if (!(metrics.bytes_per_s > 0) || !std::isfinite(metrics.bytes_per_s) || metrics.round_trip < least_train_rtt)
+        return;
+    recalled_ = metrics;
 }
 
-std::optional<PathFacts> RateControl::facts() const {
+std::optional<PathMetrics> RateControl::metrics() const {
     if (!paced() || phase_ == Phase::startup || phase_ == Phase::drain) return std::nullopt;
     if (min_rtt_ == never || min_rtt_ < least_train_rtt) return std::nullopt;
     const bool crowd = crowd_rate_ > 0 && crowd_ > 0;
     const double line = crowd ? crowd_rate_ * static_cast<double>(crowd_) : rate_ * static_cast<double>(busy_);
-    return PathFacts{.bytes_per_s = line, .round_trip = min_rtt_};
+    return PathMetrics{.bytes_per_s = line, .round_trip = min_rtt_};
 }
 
 // Our share of the line as it was remembered; 0 if it was not.
@@ -49,7 +50,7 @@ double RateControl::trickle_rate() const { return std::max(trickle_bytes_per_s /
 
 // A train that arrived more slowly than it was sent has passed at the speed of the bottleneck, or of our share of it. One
 // that did not only shows that the path is faster than that: startup goes on.
-void RateControl::heed_train(const Dispersion& train, Nanos now) {
+void RateControl::on_train(const Dispersion& train, Nanos now) {
     if (now >= learn_until_ || !train.spread || min_rtt_ == never || min_rtt_ < least_train_rtt) return;
     // Loss is not known yet: what did not arrive may have found no room.
     cruise_at(train.bytes_per_s / (1 - loss_), now);
@@ -61,8 +62,8 @@ void RateControl::cruise_at(double rate, Nanos now) {
         phase_ = Phase::cruise;
         learn_until_ = now + 2 * min_rtt_;
         step_ = most_step;
-        next_dip_at_ = now + dip_period();
-        dip_until_ = now;
+        next_probe_rtt_at_ = now + probe_rtt_period();
+        probe_rtt_until_ = now;
         round_ = {};
         round_.begin = now;
     }

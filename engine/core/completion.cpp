@@ -10,16 +10,16 @@
 
 namespace storm {
 
-// Closes a message; with `tell`, its sender hears that it may stop.
-void Core::close(Exchange& exchange, Incoming& message, bool tell) {
+// Closes a message; with `notify_sender`, its sender hears that it may stop.
+void Core::close(Exchange& exchange, Incoming& message, bool notify_sender) {
     if (message.closed) return;
     message.close();
     credit_.close(message.peer);
-    if (!tell) return;
-    peers_[message.peer].say({.kind = Kind::done,
-                              .flags = stage_flag(message.second_stage),
-                              .channel = exchange.channel,
-                              .seq = exchange.seq});
+    if (!notify_sender) return;
+    peers_[message.peer].queue_control({.kind = Kind::done,
+                                        .flags = stage_flag(message.second_stage),
+                                        .channel = exchange.channel,
+                                        .seq = exchange.seq});
 }
 
 void Core::close_stage(Exchange& exchange, bool second_stage) {
@@ -31,17 +31,17 @@ void Core::close_stage(Exchange& exchange, bool second_stage) {
         // Whoever has more time would wait for the rest in vain.
         Control end = message.end();
         end.flags = static_cast<std::uint8_t>(end.flags | flag_repair);
-        if (message.wanted && message.delivered() < message.cut.chunks) peers_[message.peer].say(end);
+        if (message.wanted && message.delivered() < message.layout.chunks) peers_[message.peer].queue_control(end);
         message.release();
     }
 }
 
 // The peer takes no further part in the exchange: that is loss where loss is allowed, and an error elsewhere.
-void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame blame) {
+void Core::abort_with_peer(Exchange& exchange, Peer& peer, Status status, FailureCause failure_cause) {
     for (Outgoing& message : exchange.sends) {
         if (message.peer != peer.rank || message.released) continue;
-        if (!exchange.lossy(message.second_stage) && message.delivered() < message.cut.chunks) {
-            exchange.fail(status, peer.rank, message.unacked_bytes(), blame);
+        if (!exchange.lossy(message.second_stage) && message.delivered() < message.layout.chunks) {
+            exchange.fail(status, peer.rank, message.unacked_bytes(), failure_cause);
         } else {
             message.release();
         }
@@ -51,13 +51,13 @@ void Core::abandon_peer(Exchange& exchange, Peer& peer, Status status, Blame bla
         if (exchange.lossy(message.second_stage)) {
             close(exchange, message, false);
         } else {
-            exchange.fail(status, peer.rank, message.missing_bytes(), blame);
+            exchange.fail(status, peer.rank, message.missing_bytes(), failure_cause);
         }
     }
 }
 
 void Core::settle(Exchange& exchange, Nanos now) {
-    if (exchange.take_news()) {
+    if (exchange.take_new_final_chunks()) {
         for (Outgoing& message : exchange.sends) {
             if (message.second_stage) peers_.queue(message);
         }
@@ -71,13 +71,13 @@ void Core::settle(Exchange& exchange, Nanos now) {
 
 // The exchange has timed out: blame the likeliest cause among the peers that something is missing from. A peer that missed
 // several asks comes first; then one whose first-stage contribution is missing, as the second stage waits for the first.
-void Core::fail_late(Exchange& exchange, Nanos now) {
-    const Nanos asked_since = 3 * longest_ask(), pinged_since = config_.silence / 2;
+void Core::fail_timed_out(Exchange& exchange, Nanos now) {
+    const Nanos asked_since = 3 * longest_ready_interval(), pinged_since = config_.silence / 2;
     int strongest = 0;
     std::uint16_t whom = 0;
     std::uint64_t missing_bytes = 0;
     const auto suspect = [&](std::uint16_t peer, int weight, Nanos since, std::uint64_t bytes) {
-        if (peers_.look(peer).last_heard() + since < now) weight += 4;
+        if (peers_.look(peer).last_received() + since < now) weight += 4;
         if (weight <= strongest) return;
         strongest = weight;
         whom = peer;
@@ -96,20 +96,24 @@ void Core::fail_late(Exchange& exchange, Nanos now) {
 void Core::finish(Exchange& exchange, Status status, Nanos now) {
     for (Incoming& message : exchange.receives) close(exchange, message, status == Status::ok);
     if (status == Status::closed) {
-        exchange.outcome.blame = blames_.last() ? blames_.last() : Blame{config_.rank, status};
+        exchange.outcome.failure_cause =
+            failure_causes_.last() ? failure_causes_.last() : FailureCause{config_.rank, status};
     }
     exchange.conclude(status, now);
     if (status == Status::ok) {
-        const std::uint16_t culprit = blames_.last().culprit;
-        const bool took_part = culprit != config_.rank && exchange.with(culprit);
-        blames_.on_success(exchange.outcome.started,
-                           took_part ? std::optional(peers_.look(culprit).last_heard()) : std::nullopt);
+        const std::uint16_t culprit = failure_causes_.last().culprit;
+        const bool took_part = culprit != config_.rank && exchange.involves(culprit);
+        failure_causes_.on_success(exchange.outcome.started,
+                                   took_part ? std::optional(peers_.look(culprit).last_received()) : std::nullopt);
     } else {
-        blames_.on_failed(exchange_key(exchange.channel, exchange.seq), status, exchange.outcome.blame, now);
-        const Control notice{
-            .kind = Kind::failed, .channel = exchange.channel, .seq = exchange.seq, .blame = exchange.outcome.blame};
-        for (const Outgoing& message : exchange.sends) peers_[message.peer].say(notice);
-        for (const Incoming& message : exchange.receives) peers_[message.peer].say(notice);
+        failure_causes_.on_failed(exchange_key(exchange.channel, exchange.seq), status, exchange.outcome.failure_cause,
+                                  now);
+        const Control notice{.kind = Kind::failed,
+                             .channel = exchange.channel,
+                             .seq = exchange.seq,
+                             .failure_cause = exchange.outcome.failure_cause};
+        for (const Outgoing& message : exchange.sends) peers_[message.peer].queue_control(notice);
+        for (const Incoming& message : exchange.receives) peers_[message.peer].queue_control(notice);
     }
     for (Outgoing& message : exchange.sends) {
         message.wanted = false;
@@ -123,28 +127,28 @@ void Core::finish(Exchange& exchange, Status status, Nanos now) {
 void Core::tick(Nanos now) {
     for (const std::uint16_t rank : peers_.take_due(now)) {
         for (Link& link : peers_[rank].links) tick_link(peers_[rank], link, now);
-        peers_[rank].ask_again(now);
+        peers_[rank].probe_if_due(now);
     }
     if (now >= views_timer()) {
         views_->tick(now);
-        heed_views(now);
+        on_views_changed(now);
     }
     refresh_timers();
     for (const std::uint64_t id : exchanges_.take_due(now, due_at_)) {
         if (Exchange* exchange = exchanges_.find(id)) tick_exchange(*exchange, now);
     }
-    std::sort(forsaken_.begin(), forsaken_.end());
-    for (const std::uint16_t rank : std::exchange(forsaken_, {})) {
+    std::sort(newly_silent_.begin(), newly_silent_.end());
+    for (const std::uint16_t rank : std::exchange(newly_silent_, {})) {
         Peer& peer = peers_[rank];
-        for (Link& link : peer.links) link.out.abandon([&](const Flight& flight) { on_lost(peer, link, flight, now); });
+        for (Link& link : peer.links) link.out.mark_all_lost([&](const Flight& flight) { on_lost(peer, link, flight, now); });
     }
     if (blocked_.empty()) return;
     if (config_.lane != 0) {
-        blocked_.clear();  // lane 0 learns of them by `unreached`
+        blocked_.clear();  // lane 0 learns of them by `unreachable_peers`
         return;
     }
     for (const std::uint16_t rank : std::exchange(blocked_, {})) views_->blocked(rank, now);
-    heed_views(now);
+    on_views_changed(now);
 }
 
 void Core::tick_link(Peer& peer, Link& link, Nanos now) {
@@ -156,8 +160,8 @@ void Core::tick_link(Peer& peer, Link& link, Nanos now) {
         link.fit_reports(link.path.bytes());
     }
     // In an outage of minutes all numbers would be in flight: what they carried is lost, however the path is.
-    if (link.out.crowded() && link.out.probes() > 0) {
-        link.out.shed([&](const Flight& flight) { repair(peer, flight, now); });
+    if (link.out.out_of_numbers() && link.out.probes() > 0) {
+        link.out.forget_all([&](const Flight& flight) { repair(peer, flight, now); });
     }
     if (now >= link.probe_at()) probe(peer, link, now);
 }
@@ -168,20 +172,20 @@ void Core::probe(Peer& peer, Link& link, Nanos now) {
     if (!link.down && link.unanswered(now) && peer.links.survives(link)) {
         // Another path answers, so this one is dead: what is in flight on it goes over the others.
         ++counters_.path_outages;
-        link.fall(now);
-        link.out.shed([&](const Flight& flight) { repair(peer, flight, now); });
+        link.mark_down(now);
+        link.out.forget_all([&](const Flight& flight) { repair(peer, flight, now); });
     }
     ++counters_.probes;
     if (link.down) {
-        link.asked(now);
+        link.on_probe_sent(now);
         return;
     }
     link.out.probed(now);
     if (peer.left()) {
         // A peer from which we have parted need only answer our goodbye, so that is sent again instead of a ping.
-        peer.say({.kind = Kind::bye, .blame = peer.left_for()});
+        peer.queue_control({.kind = Kind::bye, .failure_cause = peer.leave_cause()});
     } else if (!peer.links.several()) {
-        peer.say({.kind = Kind::ping});
+        peer.queue_control({.kind = Kind::ping});
     } else {
         // The others show whether it is the path that does not answer, or the peer.
         for (Link& each : peer.links) each.asks = each.asks || !each.down;
@@ -215,16 +219,17 @@ void Core::tick_exchange(Exchange& exchange, Nanos now) {
         if (Incoming* message = exchange.received_by(timer)) tick_receive(exchange, *message, now);
         if (Outgoing* message = exchange.sent_by(timer)) tick_send(exchange, *message, now);
     }
-    if (now >= exchange.timeout_at) fail_late(exchange, now);
+    if (now >= exchange.timeout_at) fail_timed_out(exchange, now);
     for (const Timers::Owner timer : due) exchange.timers.set(timer, true_time(timer));
     exchanges_.timers_changed(exchange);
     settle(exchange, now);
 }
 
 // Whatever is in flight to a peer that fell silent is lost, but not before all exchanges have seen that it is silent.
-void Core::forsake(Peer& peer) {
+void Core::mark_silent(Peer& peer) {
     peer.fall_silent();
-    if (std::find(forsaken_.begin(), forsaken_.end(), peer.rank) == forsaken_.end()) forsaken_.push_back(peer.rank);
+    if (std::find(newly_silent_.begin(), newly_silent_.end(), peer.rank) == newly_silent_.end())
+        newly_silent_.push_back(peer.rank);
 }
 
 void Core::tick_receive(Exchange& exchange, Incoming& message, Nanos now) {
@@ -232,20 +237,20 @@ void Core::tick_receive(Exchange& exchange, Incoming& message, Nanos now) {
     Peer& peer = peers_[message.peer];
     if (now >= message.close_at) {
         close(exchange, message, true);
-    } else if (!exchange.patient() && now >= peer.silent_at(exchange.outcome.started, config_.silence)) {
-        forsake(peer);
+    } else if (!exchange.waits_across_views() && now >= peer.silent_at(exchange.outcome.started, config_.silence)) {
+        mark_silent(peer);
         if (exchange.lossy(message.second_stage)) {
             close(exchange, message, false);
         } else {
             exchange.fail(Status::peer_silent, peer.rank, message.missing_bytes());
         }
-    } else if (now >= message.ask_at) {
-        message.ask_every = std::min(2 * message.ask_every, longest_ask());
-        message.ask_at = now + message.ask_every;
+    } else if (now >= message.ready_at) {
+        message.ready_every = std::min(2 * message.ready_every, longest_ready_interval());
+        message.ready_at = now + message.ready_every;
         ++counters_.asks;
         // With the report, the sender learns at once what is missing.
         peer.links.report_now();
-        peer.say({.kind = Kind::ready, .channel = exchange.channel, .seq = exchange.seq});
+        peer.queue_control({.kind = Kind::ready, .channel = exchange.channel, .seq = exchange.seq});
     }
 }
 
@@ -253,13 +258,13 @@ void Core::tick_send(Exchange& exchange, Outgoing& message, Nanos now) {
     if (!message.wanted) return;
     Peer& peer = peers_[message.peer];
     const Nanos started = exchange.outcome.started;
-    const bool silent = !exchange.patient() && now >= peer.silent_at(started, config_.silence);
-    if (exchange.patient() && !message.parked &&
+    const bool silent = !exchange.waits_across_views() && now >= peer.silent_at(started, config_.silence);
+    if (exchange.waits_across_views() && !message.parked &&
         now >= peer.blocked_at(std::max(started, message.blocked_from), config_.silence)) {
         message.blocked_from = now;
-        if (now < peer.last_heard() + config_.silence) blocked_.push_back(peer.rank);
+        if (now < peer.last_received() + config_.silence) blocked_.push_back(peer.rank);
     } else if (silent || (!message.parked && now >= peer.blocked_at(started, config_.silence))) {
-        if (silent) forsake(peer);
+        if (silent) mark_silent(peer);
         if (exchange.lossy(message.second_stage)) {
             message.release();
         } else {
@@ -278,7 +283,7 @@ void Core::refresh_timers() {
         for (const auto& [key, exchange] : exchanges_.active()) {
             for (const Outgoing& message : exchange->sends) {
                 if (message.peer != rank) continue;
-                exchanges_.hasten(*exchange, exchange->timer_of(message), due_at_.of(*exchange, message));
+                exchanges_.set_earlier(*exchange, exchange->timer_of(message), due_at_.of(*exchange, message));
             }
         }
     });
@@ -313,8 +318,8 @@ void Core::check_quiet(Nanos now) const {
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         if (rank == config_.rank) continue;
         const Peer& peer = peers_.look(rank);
-        if (std::find(held_.begin(), held_.end(), true) == held_.end() &&
-            (peer.has_words() || peers_.timer(rank, PeerTimer::report) <= now))
+        if (std::find(socket_full_.begin(), socket_full_.end(), true) == socket_full_.end() &&
+            (peer.has_pending_control() || peers_.timer(rank, PeerTimer::report) <= now))
             throw std::logic_error("a peer was passed over that has something to be told");
         if (!peer.queue.empty() && !peers_.queued().test(rank))
             throw std::logic_error("a peer was passed over whose queue holds messages");

@@ -19,15 +19,15 @@ Core::Core(CoreConfig config, Nanos now)
       chunk_bytes_(chunk_bytes_for(config_.datagram_bytes, config_.secrets.sealed)),
       seal_(config_.secrets, config_.rank, config_.world),
       blocks_(chunk_bytes_, 64 << 20),
-      coding_room_(blocks_, config_.pool_bytes / 2, config_.world),
+      coding_memory_(blocks_, config_.pool_bytes / 2, config_.world),
       pool_(config_.pool_bytes, config_.world > 1 ? config_.world - 1U : 1U),
       credit_(config_.receive_buffer, config_.world),
-      line_(config_.world, now, config_.paths),
+      bottleneck_(config_.world, now, config_.paths),
       sequences_(config_.lane != 0),
-      blames_(config_.rank, config_.silence),
+      failure_causes_(config_.rank, config_.silence),
       peers_(config_.world, credit_),
       due_at_(peers_, config_.silence),
-      bells_(config_.world) {
+      doorbells_(config_.world) {
     if (config_.world == 0 || config_.rank >= config_.world) throw std::invalid_argument("rank must be below world");
     if (config_.datagram_bytes < 128 || config_.datagram_bytes > max_datagram_bytes) {
         throw std::invalid_argument("datagram_bytes must lie in [128, 65507], got " +
@@ -52,10 +52,10 @@ Core::Core(CoreConfig config, Nanos now)
     for (const std::uint16_t rank : config_.vacant) {
         if (rank >= config_.world || rank == config_.rank)
             throw std::invalid_argument("a vacant rank must be another rank of the world");
-        credit_.depart(rank);
+        credit_.remove_peer(rank);
     }
     pool_.set_peers(std::max<std::size_t>(credit_.peers(), 1));
-    coding_room_.set_peers(credit_.peers());
+    coding_memory_.set_peers(credit_.peers());
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         const std::size_t paths = config_.peer_paths.empty() ? config_.paths : config_.peer_paths[rank];
         if (rank != config_.rank) peers_.put(make_peer(rank, paths, now));
@@ -76,7 +76,7 @@ std::unique_ptr<Peer> Core::make_peer(std::uint16_t rank, std::size_t paths, Nan
 
 PathMtu Core::make_path() const {
     const std::size_t overhead = header_bytes + seal_.overhead_bytes();
-    return {std::max(config_.least_path_bytes, PieceCut::least_datagram(chunk_bytes_, overhead)),
+    return {std::max(config_.least_path_bytes, PieceLayout::least_datagram(chunk_bytes_, overhead)),
             config_.datagram_bytes};
 }
 
@@ -91,15 +91,15 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
     sequences_.post(spec.channel, spec.seq);
     Exchange& exchange = exchanges_.add(std::make_unique<Exchange>(spec, chunk_bytes_, blocks_, now));
     begin_sends(exchange);
-    if (line_.due(now)) share_line(now);
+    if (bottleneck_.due(now)) share_bottleneck(now);
     for (const Incoming& message : exchange.receives) {
         if (credit_.open(message.peer)) peers_.credit_shrank();
         Peer& peer = peers_[message.peer];
-        if (peer.silent()) peer.say({.kind = Kind::ping});
+        if (peer.silent()) peer.queue_control({.kind = Kind::ping});
     }
     take_pooled(exchange, now);
     begin_receives(exchange, now);
-    drop_absent(exchange);
+    drop_non_members(exchange);
     exchange.timers.set_all([&](Timers::Owner timer) { return due_at_(exchange, timer); });
     exchanges_.timers_changed(exchange);
     const std::uint64_t id = exchange.id;
@@ -109,16 +109,16 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
 
 void Core::begin_sends(Exchange& exchange) {
     // If all ranks begin with the one after them, each is sent to by one at a time.
-    if (!peers_.queueing()) turn_ = config_.rank + 1U;
+    if (!peers_.any_queued()) next_rank_ = config_.rank + 1U;
     for (Outgoing& message : exchange.sends) {
         message.ref = slots_.add(message);
         Peer& peer = peers_[message.peer];
-        if (peer.silent()) peer.say({.kind = Kind::ping});  // it heals when it answers
+        if (peer.silent()) peer.queue_control({.kind = Kind::ping});  // it heals when it answers
         const bool lossy = exchange.lossy(message.second_stage);
-        if (exchange.patient()) {
+        if (exchange.waits_across_views()) {
             peers_.queue(message);
         } else if (peer.left() && !lossy) {
-            exchange.fail(Status::peer_left, peer.rank, message.cut.bytes, peer.left_for());
+            exchange.fail(Status::peer_left, peer.rank, message.layout.bytes, peer.leave_cause());
         } else if (peer.left() || (peer.silent() && lossy)) {
             message.release();
         } else {
@@ -132,34 +132,35 @@ void Core::take_pooled(Exchange& exchange, Nanos now) {
     for (Pool::Entry& entry : pool_.take(exchange.channel, exchange.seq)) {
         Peer& peer = peers_[entry.header.source];
         if (entry.header.kind == Kind::end) {
-            heed_end(exchange, peer, entry.header.has(flag_second_stage), now);
+            on_end(exchange, peer, entry.header.has(flag_second_stage), now);
         } else if (entry.header.kind == Kind::ready) {
-            obey(exchange, peer, entry.header, now);
+            on_control(exchange, peer, entry.header, now);
         } else if (entry.header.kind == Kind::failed) {
             // Only headers with a valid blame are kept.
-            heed_failed(exchange, peer, *parse_blame(entry.header, config_.world));
+            on_peer_failed(exchange, peer, *parse_failure_cause(entry.header, config_.world));
         } else {
-            deliver(exchange, peer, entry.header, {entry.payload.get(), entry.bytes}, now, Way::datagram);
+            deliver(exchange, peer, entry.header, {entry.payload.get(), entry.bytes}, now, Carrier::datagram);
         }
     }
     counters_.pool_bytes = pool_.bytes();
-    for (const std::uint16_t rank : near_) peers_[rank].passage->stalled = false;
+    for (const std::uint16_t rank : same_host_peers_) peers_[rank].shared_memory->stalled = false;
 }
 
 void Core::begin_receives(Exchange& exchange, Nanos now) {
     for (Incoming& message : exchange.receives) {
         if (message.closed) continue;
         Peer& peer = peers_[message.peer];
-        const bool lossy = exchange.lossy(message.second_stage), patient = exchange.patient();
-        if (peer.left() && !lossy && !patient) {
-            exchange.fail(Status::peer_left, peer.rank, message.missing_bytes(), peer.left_for());
-        } else if (!patient && (peer.left() || (peer.silent() && lossy))) {
+        const bool lossy = exchange.lossy(message.second_stage), waits_across_views = exchange.waits_across_views();
+        if (peer.left() && !lossy && !waits_across_views) {
+            exchange.fail(Status::peer_left, peer.rank, message.missing_bytes(), peer.leave_cause());
+        } else if (!waits_across_views && (peer.left() || (peer.silent() && lossy))) {
             close(exchange, message, false);
         } else {
-            message.ask_every = std::min(std::max(8 * peer.links.patience(), 100 * millisecond), longest_ask());
-            message.ask_at = now + message.ask_every;
-            if (message.cut.bytes > config_.eager_bytes || peer.refused) {
-                peer.say({.kind = Kind::ready, .channel = exchange.channel, .seq = exchange.seq});
+            message.ready_every =
+                std::min(std::max(8 * peer.links.probe_timeout(), 100 * millisecond), longest_ready_interval());
+            message.ready_at = now + message.ready_every;
+            if (message.layout.bytes > config_.eager_bytes || peer.pool_was_full) {
+                peer.queue_control({.kind = Kind::ready, .channel = exchange.channel, .seq = exchange.seq});
             }
         }
     }
@@ -169,27 +170,28 @@ void Core::cancel(std::uint64_t id, Nanos now) {
     if (Exchange* exchange = exchanges_.find(id)) finish(*exchange, Status::closed, now);
 }
 
-void Core::fail(std::uint64_t id, Status status, std::uint16_t peer, Blame blame, Nanos now) {
+void Core::fail(std::uint64_t id, Status status, std::uint16_t peer, FailureCause failure_cause, Nanos now) {
     Exchange* exchange = exchanges_.find(id);
     if (exchange == nullptr) return;
-    exchange->fail(status, peer, 0, blame);
+    exchange->fail(status, peer, 0, failure_cause);
     settle(*exchange, now);
 }
 
 void Core::leave() {
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
-        if (rank != config_.rank) peers_[rank].say({.kind = Kind::bye, .blame = blames_.last()});
+        if (rank != config_.rank)
+            peers_[rank].queue_control({.kind = Kind::bye, .failure_cause = failure_causes_.last()});
     }
 }
 
-bool Core::gone() const {
+bool Core::goodbye_acknowledged() const {
     // Nobody waits for an answer of a peer that others call silent, unless it has spoken to us since, nor of one that the
     // latest view does not know.
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         const Peer* peer = peers_.find(rank);
-        if (peer == nullptr || peer->left() || peer->told || peer->silent()) continue;
+        if (peer == nullptr || peer->left() || peer->goodbye_acked || peer->silent()) continue;
         if (view_ && !view_->has(member(rank))) continue;
-        if (!blames_.silenced(rank, peer->last_heard())) return false;
+        if (!failure_causes_.silenced(rank, peer->last_received())) return false;
     }
     return true;
 }
@@ -207,31 +209,31 @@ void Core::readmit(std::uint16_t rank, std::uint32_t incarnation, const std::opt
     pool_.forget(rank);
     counters_.pool_bytes = pool_.bytes();
     exchanges_.each([&](Exchange& exchange) {
-        if (exchange.patient()) {
+        if (exchange.waits_across_views()) {
             drop_peer(exchange, rank);
         } else {
-            abandon_peer(exchange, peers_[rank], Status::peer_silent, {rank, Status::peer_silent});
+            abort_with_peer(exchange, peers_[rank], Status::peer_silent, {rank, Status::peer_silent});
         }
         settle(exchange, now);
     });
     // Messages queued for the old process are dropped: the new process must not receive them.
     peers_[rank].queue.clear();
-    std::erase(near_, rank);
-    bells_.clear(rank);
-    if (shelf_) shelf_->forget(rank);
+    std::erase(same_host_peers_, rank);
+    doorbells_.clear(rank);
+    if (broadcast_buffer_) broadcast_buffer_->forget(rank);
     std::erase(config_.vacant, rank);
-    credit_.arrive(rank);
+    credit_.add_peer(rank);
     count_peers();
     peers_.put(make_peer(rank, paths == 0 ? config_.paths : paths, now));
     if (!views_) return;
     views_->readmitted(member(rank), now);
-    heed_views(now);
+    on_views_changed(now);
 }
 
 // Peers came or went: the room for what they send is divided anew.
 void Core::count_peers() {
     pool_.set_peers(std::max<std::size_t>(credit_.peers(), 1));
-    coding_room_.set_peers(credit_.peers());
+    coding_memory_.set_peers(credit_.peers());
     peers_.credit_shrank();
 }
 
@@ -256,13 +258,13 @@ double Core::rate_to(std::uint16_t peer) const {
     return known == nullptr ? 0.0 : known->links.bytes_per_s();
 }
 
-std::optional<PathFacts> Core::path_facts(std::uint16_t peer, std::size_t path) const {
+std::optional<PathMetrics> Core::path_metrics(std::uint16_t peer, std::size_t path) const {
     const Peer* known = peers_.find(peer);
-    return known == nullptr || path >= known->links.size() ? std::nullopt : known->links[path].rate.facts();
+    return known == nullptr || path >= known->links.size() ? std::nullopt : known->links[path].rate.metrics();
 }
 
-void Core::recall(std::uint16_t peer, const PathFacts& facts, std::size_t path) {
-    if (peers_.find(peer) != nullptr && path < peers_[peer].links.size()) peers_[peer].links[path].rate.recall(facts);
+void Core::recall(std::uint16_t peer, const PathMetrics& metrics, std::size_t path) {
+    if (peers_.find(peer) != nullptr && path < peers_[peer].links.size()) peers_[peer].links[path].rate.recall(metrics);
 }
 
 std::size_t Core::path_bytes(std::uint16_t peer) const {

@@ -15,8 +15,8 @@ Nanos ExchangeTimers::operator()(Exchange& exchange, Timers::Owner timer) const 
 Nanos ExchangeTimers::of(const Exchange& exchange, const Incoming& message) const {
     if (message.closed) return never;
     const Nanos silent_at =
-        exchange.patient() ? never : peers_.look(message.peer).silent_at(exchange.outcome.started, silence_);
-    return std::min({exchange.stage(message.second_stage).deadline, message.close_at, message.ask_at, silent_at});
+        exchange.waits_across_views() ? never : peers_.look(message.peer).silent_at(exchange.outcome.started, silence_);
+    return std::min({exchange.stage(message.second_stage).deadline, message.close_at, message.ready_at, silent_at});
 }
 
 Nanos ExchangeTimers::of(const Exchange& exchange, const Outgoing& message) const {
@@ -26,7 +26,8 @@ Nanos ExchangeTimers::of(const Exchange& exchange, const Outgoing& message) cons
     const Nanos started = exchange.outcome.started;
     const Nanos blocked_from = std::max(started, message.blocked_from);
     return std::min({exchange.stage(message.second_stage).deadline,
-                     exchange.patient() ? never : peer.silent_at(started, silence_), peer.ping_at(started, silence_),
+                     exchange.waits_across_views() ? never : peer.silent_at(started, silence_),
+                     peer.ping_at(started, silence_),
                      message.parked ? never : peer.blocked_at(blocked_from, silence_)});
 }
 

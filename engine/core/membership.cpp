@@ -27,9 +27,9 @@ Views& Core::views(Nanos now) {
         const Peer* peer = peers_.find(rank);
         if (peer == nullptr || is_vacant(rank)) continue;
         if (seal_.incarnation(rank) != 0) views_->readmitted(member(rank), now);
-        if (peer->left()) views_->gone(rank, now);
+        if (peer->left()) views_->on_goodbye(rank, now);
     }
-    heed_views(now);
+    on_views_changed(now);
     return *views_;
 }
 
@@ -40,45 +40,46 @@ bool Core::is_vacant(std::uint16_t rank) const {
 }
 
 // Acts on whatever the last call of the views has changed.
-void Core::heed_views(Nanos now) {
-    while (std::optional<Note> note = views_->take_note()) {
+void Core::on_views_changed(Nanos now) {
+    while (std::optional<OutgoingViewMessage> note = views_->take_view_message()) {
         const Peer* peer = note->to < config_.world ? peers_.find(note->to) : nullptr;
-        if (peer != nullptr && !peer->left()) peers_[note->to].pass(std::move(note->body));
+        if (peer != nullptr && !peer->left()) peers_[note->to].queue_view_message(std::move(note->body));
     }
     inside_ = views_->inside();
     const View* view = views_->view();
-    if (view != nullptr && view->number != view_number()) adopt(*view, now);
+    if (view != nullptr && view->number != view_number()) apply_view(*view, now);
 }
 
 void Core::follow(const View& view, bool inside, Nanos now) {
     inside_ = inside;
-    if (view.number != view_number()) adopt(view, now);
+    if (view.number != view_number()) apply_view(view, now);
 }
 
-void Core::adopt(const View& view, Nanos now) {
+void Core::apply_view(const View& view, Nanos now) {
     // Whoever was away, even for one view, has given up the exchanges of the views before. A process that was not away
     // knows each view, as it took part in deciding the next one.
-    since_.resize(config_.world);
+    member_since_.resize(config_.world);
     for (const Member who : view.members) {
-        if (view_ && (view.takes_in(who) || there_[who.rank] != who.incarnation)) since_[who.rank] = view.number;
+        if (view_ && (view.has_joined(who) || member_incarnation_[who.rank] != who.incarnation))
+            member_since_[who.rank] = view.number;
     }
-    there_.assign(config_.world, -1);
-    for (const Member who : view.members) there_[who.rank] = who.incarnation;
+    member_incarnation_.assign(config_.world, -1);
+    for (const Member who : view.members) member_incarnation_[who.rank] = who.incarnation;
     view_ = view;
     exchanges_.each([&](Exchange& exchange) {
-        drop_absent(exchange);
+        drop_non_members(exchange);
         settle(exchange, now);
     });
 }
 
 // The peers of an exchange that are not in a later view than the exchange's take no further part in it.
-void Core::drop_absent(Exchange& exchange) {
-    if (!exchange.patient() || exchange.view >= view_number()) return;
+void Core::drop_non_members(Exchange& exchange) {
+    if (!exchange.waits_across_views() || exchange.view >= view_number()) return;
     const auto there = [&](std::uint16_t rank) {
         const Member who = member(rank);
         // Where this process itself is out, the others go on without it.
-        return inside_ && since_[rank] <= exchange.view && since_[config_.rank] <= exchange.view &&
-               (view_->has(who) || view_->lets_go(who));
+        return inside_ && member_since_[rank] <= exchange.view && member_since_[config_.rank] <= exchange.view &&
+               (view_->has(who) || view_->is_leaving(who));
     };
     // Also where its own messages have ended: others may have waited for it, and have less to pass on.
     for (const Outgoing& message : exchange.sends) {
@@ -101,10 +102,10 @@ void Core::drop_peer(Exchange& exchange, std::uint16_t peer) {
     }
 }
 
-std::vector<std::uint16_t> Core::unreached(std::uint64_t id, Nanos now) const {
+std::vector<std::uint16_t> Core::unreachable_peers(std::uint64_t id, Nanos now) const {
     std::vector<std::uint16_t> all;
     const Exchange* exchange = exchanges_.find(id);
-    if (exchange == nullptr || !exchange->patient()) return all;
+    if (exchange == nullptr || !exchange->waits_across_views()) return all;
     const Nanos started = exchange->outcome.started;
     const auto look = [&](std::uint16_t rank) {
         const Peer* peer = peers_.find(rank);
@@ -122,18 +123,18 @@ std::vector<std::uint16_t> Core::unreached(std::uint64_t id, Nanos now) const {
     return all;
 }
 
-Prospect Core::prospect(std::uint64_t id, Nanos now) const {
+CanComplete Core::can_complete(std::uint64_t id, Nanos now) const {
     const Exchange* exchange = exchanges_.find(id);
-    if (exchange == nullptr) return Prospect::good;
-    Prospect worst = Prospect::good;
+    if (exchange == nullptr) return CanComplete::good;
+    CanComplete worst = CanComplete::good;
     const auto look = [&](std::uint16_t rank) {
         const Peer& peer = peers_.look(rank);
         const Nanos started = exchange->outcome.started;
         if (peer.left() || now >= peer.silent_at(started, config_.silence) ||
-            now >= peer.blocked_at(started, config_.silence) || exchange->given_up_by.has(rank)) {
-            worst = Prospect::none;
-        } else if (!exchange->begun_by.has(rank)) {
-            worst = std::max(worst, Prospect::unclear);
+            now >= peer.blocked_at(started, config_.silence) || exchange->aborted_by.has(rank)) {
+            worst = CanComplete::none;
+        } else if (!exchange->posted_by.has(rank)) {
+            worst = std::max(worst, CanComplete::unclear);
         }
     };
     for (const Outgoing& message : exchange->sends) {
@@ -150,29 +151,29 @@ void Core::refused(std::uint16_t rank, std::span<const std::byte> quoted, Nanos 
     const std::optional<Header> header = parse_header(quoted);
     if (!header || header->cookie != seal_.visible_cookie() || header->source % config_.world != config_.rank) return;
     const Peer* peer = rank < config_.world ? peers_.find(rank) : nullptr;
-    if (peer == nullptr || peer->vacant || peer->left() || !peers_[rank].refuse(now)) return;
+    if (peer == nullptr || peer->vacant || peer->left() || !peers_[rank].on_unreachable(now)) return;
     if (views_ && config_.lane == 0) {
         views_->refused(rank, now);
-        heed_views(now);
+        on_views_changed(now);
     }
     for (const auto& [key, exchange] : exchanges_.active()) {
-        const auto hasten = [&](const auto& message) {
+        const auto set_earlier = [&](const auto& message) {
             if (message.peer != rank) return;
-            exchanges_.hasten(*exchange, exchange->timer_of(message), due_at_.of(*exchange, message));
+            exchanges_.set_earlier(*exchange, exchange->timer_of(message), due_at_.of(*exchange, message));
         };
-        std::for_each(exchange->sends.begin(), exchange->sends.end(), hasten);
-        std::for_each(exchange->receives.begin(), exchange->receives.end(), hasten);
+        std::for_each(exchange->sends.begin(), exchange->sends.end(), set_earlier);
+        std::for_each(exchange->receives.begin(), exchange->receives.end(), set_earlier);
     }
 }
 
-void Core::note_begun(Exchange& exchange, const Peer& peer) {
-    if (exchange.patient() && peer.rank < Ranks::bits) exchange.begun_by.add(peer.rank);
+void Core::mark_posted(Exchange& exchange, const Peer& peer) {
+    if (exchange.waits_across_views() && peer.rank < Ranks::bits) exchange.posted_by.add(peer.rank);
 }
 
-void Core::take_note(Peer& peer, std::span<const std::byte> body, Nanos now) {
+void Core::take_view_message(Peer& peer, std::span<const std::byte> body, Nanos now) {
     if (config_.world > Ranks::bits || config_.lane != 0) return;  // more ranks than a view can have, or none of ours
     views(now).receive(peer.rank, body, now);
-    heed_views(now);
+    on_views_changed(now);
 }
 
 }  // namespace storm

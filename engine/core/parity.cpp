@@ -18,11 +18,11 @@ constexpr double least_loss = 0.002;
 // Whether results of the second stage come to where the message lies, as where tensors are reduced in place. A result comes
 // only when its owner has the chunk that it overwrites or does without it, so whatever is sent of that chunk from then on is
 // refused as a duplicate: repairs may read it again, but parity, which concerns other chunks too, may not.
-bool lies_where_results_come(const Outgoing& message) {
-    const std::byte* end = message.data + message.cut.bytes;
+bool results_overwrite(const Outgoing& message) {
+    const std::byte* end = message.data + message.layout.bytes;
     const std::less<> before;
     return std::any_of(message.exchange->receives.begin(), message.exchange->receives.end(), [&](const Incoming& each) {
-        return each.into != nullptr && before(each.into, end) && before(message.data, each.into + each.cut.bytes);
+        return each.into != nullptr && before(each.into, end) && before(message.data, each.into + each.layout.bytes);
     });
 }
 
@@ -30,16 +30,16 @@ bool lies_where_results_come(const Outgoing& message) {
 // its result. About half of that hides what is lost now: results wait for contributions of others as well, and their parity
 // for the last of them.
 std::size_t chunks_after(const Outgoing& message, std::uint32_t stretch_chunks) {
-    std::size_t after = message.cut.chunks - std::min(message.cursor + stretch_chunks, message.cut.chunks);
+    std::size_t after = message.layout.chunks - std::min(message.cursor + stretch_chunks, message.layout.chunks);
     if (message.second_stage) return after;
     for (const Outgoing& each : message.exchange->sends) {
-        if (each.second_stage && each.peer == message.peer) after += (each.cut.chunks - each.cursor) / 2;
+        if (each.second_stage && each.peer == message.peer) after += (each.layout.chunks - each.cursor) / 2;
     }
     return after;
 }
 
 // Messages of the same stage: everybody sends as many as we do, as far as we know, and all wait for the last of them.
-double messages_beside(const Outgoing& message) {
+double messages_in_stage(const Outgoing& message) {
     const auto ours = static_cast<double>(
         std::count_if(message.exchange->sends.begin(), message.exchange->sends.end(),
                       [&](const Outgoing& each) { return each.second_stage == message.second_stage; }));
@@ -51,15 +51,15 @@ double messages_beside(const Outgoing& message) {
 // Whether a message may get parity at all. How much each of its stretches gets, if any, `plan_parity` decides.
 bool Core::wants_parity(const Peer& peer, const Outgoing& message) const {
     const double redundancy = message.exchange->stage(message.second_stage).redundancy;
-    if (redundancy == 0.0 || message.cut.bytes == 0 || message.first_pass_over()) return false;
+    if (redundancy == 0.0 || message.layout.bytes == 0 || message.first_pass_over()) return false;
     return redundancy > 0.0 || (!message.never_repaired() && peer.links.loss() > least_loss);
 }
 
 std::unique_ptr<Encoding> Core::begin_coding(const Outgoing& message) {
     // Chunks of a second stage leave as they become final, so that nobody can tell which have left.
     const bool began = message.source != nullptr && message.cursor > 0;
-    return std::make_unique<Encoding>(message.cut, began ? message.cut.chunks : message.cursor, message.lossless(),
-                                      lies_where_results_come(message));
+    return std::make_unique<Encoding>(message.layout, began ? message.layout.chunks : message.cursor,
+                                      message.lossless(), results_overwrite(message));
 }
 
 // A chunk of the first pass is about to be sent: decides how much parity its stretch gets, if it is the first of it.
@@ -67,10 +67,10 @@ void Core::plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk) {
     Encoding& encoding = *message.encoding;
     if (!encoding.undecided(chunk)) return;
     const CodeShape& shape = encoding.shape();
-    const std::uint32_t stretch = shape.stretch_of(message.cut.ordinal(chunk));
+    const std::uint32_t stretch = shape.stretch_of(message.layout.ordinal(chunk));
     const double redundancy = message.exchange->stage(message.second_stage).redundancy;
     std::size_t parity = 0;
-    if (peer.links.cuts(chunk_bytes_, seal_.overhead_bytes())) {
+    if (peer.links.splits_chunks(chunk_bytes_, seal_.overhead_bytes())) {
         // Pieces of a chunk are told apart by its number, which parity does not have.
     } else if (redundancy > 0.0) {
         // A number that a division has left a hair above a whole one means that one. Blocks bound it: see `decide`.
@@ -86,7 +86,7 @@ void Core::plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk) {
                                   {.chunks = shape.size(stretch),
                                    .blocks = shape.blocks(stretch),
                                    .after = chunks_after(message, shape.size(stretch)),
-                                   .messages = messages_beside(message)});
+                                   .messages = messages_in_stage(message)});
     }
     encoding.decide(chunk, parity);
 }
@@ -112,7 +112,7 @@ void Core::add_parity(Batch& batch, Peer& peer, Link& link, Outgoing& message, N
                         .message_bytes = static_cast<std::uint32_t>(message.announced)};
     counters_.parity_bytes += flight.bytes;
     add_datagram(batch, link, flight, header, parity.payload, now);
-    if (is_last && !message.lossless()) peer.say(message.end());
+    if (is_last && !message.lossless()) peer.queue_control(message.end());
 }
 
 // A coded message lost a datagram. What its block lacks is sent again, if anything.
@@ -124,7 +124,7 @@ void Core::repair_coded(Peer& peer, Outgoing& message, const Flight& flight, Nan
     count_blocks(message);
     if (!parity && again.empty()) ++message.repaired;  // by parity, as far as we know
     for (const std::uint32_t chunk : again) {
-        if (message.wanted) send_again(peer, message, chunk, now, (flight.flags & flag_repair) != 0);
+        if (message.wanted) retransmit(peer, message, chunk, now, (flight.flags & flag_repair) != 0);
     }
     repair_before_parity(peer, message, now);
 }
@@ -134,27 +134,27 @@ void Core::repair_coded(Peer& peer, Outgoing& message, const Flight& flight, Nan
 void Core::repair_before_parity(Peer& peer, Outgoing& message, Nanos now) {
     if (!message.wanted || !message.encoding || message.first_pass_over() || message.waiting() > 0) return;
     if (!peer.queue.only_repairs()) return;
-    for (const std::uint32_t chunk : message.encoding->take_lost_before_parity()) send_again(peer, message, chunk, now);
+    for (const std::uint32_t chunk : message.encoding->take_lost_before_parity()) retransmit(peer, message, chunk, now);
 }
 
 // Goes on without parity: what was relied upon is sent after all.
-void Core::give_up_coding(Peer& peer, Outgoing& message, Nanos now) {
-    for (const std::uint32_t chunk : message.encoding->give_up()) {
-        if (message.wanted && !message.acked_chunks.test(chunk)) send_again(peer, message, chunk, now);
+void Core::stop_coding(Peer& peer, Outgoing& message, Nanos now) {
+    for (const std::uint32_t chunk : message.encoding->stop()) {
+        if (message.wanted && !message.acked_chunks.test(chunk)) retransmit(peer, message, chunk, now);
     }
 }
 
 void Core::count_blocks(Outgoing& message) {
-    const Encoding::News news = message.encoding->take_news();
+    const Encoding::BlockCounts news = message.encoding->take_block_counts();
     counters_.blocks_saved += news.saved;
     counters_.blocks_topped_up += news.topped_up;
 }
 
 void Core::keep_coded(Incoming& message, const Header& header, std::span<const std::byte> payload) {
-    if (message.closed || message.settled.test(header.chunk) || message.cut.bytes == 0) return;
+    if (message.closed || message.settled.test(header.chunk) || message.layout.bytes == 0) return;
     if (!message.decoding) {
         const std::byte* placed = message.reduction == nullptr ? message.into : nullptr;
-        message.decoding = std::make_unique<Decoding>(message.cut, placed, message.peer, coding_room_);
+        message.decoding = std::make_unique<Decoding>(message.layout, placed, message.peer, coding_memory_);
     }
     message.decoding->keep(header.chunk, payload);
 }
@@ -165,21 +165,21 @@ bool Core::take_parity(Exchange& exchange, Peer& peer, Incoming& message, const 
         ++counters_.late;
         return true;
     }
-    if (message.cut.bytes == 0) {
+    if (message.layout.bytes == 0) {
         ++counters_.unexpected;
         return true;
     }
     if (!message.decoding) {
         const std::byte* placed = message.reduction == nullptr ? message.into : nullptr;
-        message.decoding = std::make_unique<Decoding>(message.cut, placed, message.peer, coding_room_);
+        message.decoding = std::make_unique<Decoding>(message.layout, placed, message.peer, coding_memory_);
     }
     switch (message.decoding->take_parity(header.chunk, payload, message.arrived, message.settled)) {
         case Decoding::Taken::malformed: ++counters_.unexpected; return true;
-        case Decoding::Taken::no_room: return false;
+        case Decoding::Taken::no_space: return false;
         case Decoding::Taken::yes: break;
     }
     restore(message, header);
-    heed_progress(exchange, peer, message, header, now, Way::datagram);
+    on_progress(exchange, peer, message, header, now, Carrier::datagram);
     return true;
 }
 
@@ -195,9 +195,9 @@ void Core::restore(Incoming& message, const Header& header) {
         return;
     }
     message.decoding->restore_block_of(header.chunk, message.arrived, restored);
-    if (message.allowed < message.cut.chunks) return;
+    if (message.allowed < message.layout.chunks) return;
     // Nothing is sent again: what is two stretches back will not come.
-    const std::uint32_t stretch = message.decoding->shape().stretch_of(message.cut.ordinal(header.chunk));
+    const std::uint32_t stretch = message.decoding->shape().stretch_of(message.layout.ordinal(header.chunk));
     if (stretch >= 2) message.decoding->forget_before(stretch - 1);
 }
 

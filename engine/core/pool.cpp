@@ -7,24 +7,24 @@
 namespace storm {
 
 bool Pool::keep(const Header& header, std::span<const std::byte> payload) {
-    if (held_[header.source] + payload.size() + entry_overhead > share_bytes_) return false;
-    keep_anyway(header, payload);
+    if (bytes_by_source_[header.source] + payload.size() + entry_overhead > share_bytes_) return false;
+    force_keep(header, payload);
     return true;
 }
 
-bool Pool::crowded(std::uint16_t source, std::size_t shares) const {
-    const auto held = held_.find(source);
-    return held != held_.end() && held->second > shares * share_bytes_;
+bool Pool::exceeds_share(std::uint16_t source, std::size_t shares) const {
+    const auto held = bytes_by_source_.find(source);
+    return held != bytes_by_source_.end() && held->second > shares * share_bytes_;
 }
 
-void Pool::keep_anyway(const Header& header, std::span<const std::byte> payload) {
+void Pool::force_keep(const Header& header, std::span<const std::byte> payload) {
     const std::size_t cost = payload.size() + entry_overhead;
     Entry entry{.header = header, .payload = nullptr, .bytes = payload.size()};
     if (!payload.empty()) {
         entry.payload = std::make_unique_for_overwrite<std::byte[]>(payload.size());
         std::memcpy(entry.payload.get(), payload.data(), payload.size());
     }
-    held_[header.source] += cost;
+    bytes_by_source_[header.source] += cost;
     bytes_ += cost;
     waiting_[exchange_key(header.channel, header.seq)].push_back(std::move(entry));
 }
@@ -36,7 +36,7 @@ std::vector<Pool::Entry> Pool::take(std::uint32_t channel, std::uint32_t seq) {
     waiting_.erase(found);
     for (const Entry& entry : entries) {
         const std::size_t cost = entry.bytes + entry_overhead;
-        held_[entry.header.source] -= cost;
+        bytes_by_source_[entry.header.source] -= cost;
         bytes_ -= cost;
     }
     return entries;
@@ -60,7 +60,7 @@ void Pool::forget(std::uint16_t source) {
         std::erase_if(waiting->second, [&](const Entry& entry) { return entry.header.source == source; });
         waiting = waiting->second.empty() ? waiting_.erase(waiting) : std::next(waiting);
     }
-    bytes_ -= std::exchange(held_[source], 0);
+    bytes_ -= std::exchange(bytes_by_source_[source], 0);
 }
 
 }  // namespace storm

@@ -29,10 +29,10 @@ public:
 
     // Keeps a copy; false when the source's share is used up.
     [[nodiscard]] bool keep(const Header& header, std::span<const std::byte> payload);
-    // Keeps a copy, whatever the source holds: for sources that look before whether it is `crowded`.
-    void keep_anyway(const Header& header, std::span<const std::byte> payload);
+    // Keeps a copy, whatever the source holds: for sources that look before whether it is `exceeds_share`.
+    void force_keep(const Header& header, std::span<const std::byte> payload);
     // Whether a source holds so many times its share.
-    [[nodiscard]] bool crowded(std::uint16_t source, std::size_t shares) const;
+    [[nodiscard]] bool exceeds_share(std::uint16_t source, std::size_t shares) const;
     // Removes and returns everything that waited for an exchange, in order of arrival.
     [[nodiscard]] std::vector<Entry> take(std::uint32_t channel, std::uint32_t seq);
     // A copy of the first chunk of each source's message to an exchange.
@@ -49,7 +49,7 @@ private:
     std::size_t total_bytes_;
     std::size_t share_bytes_{};
     std::size_t bytes_{};
-    std::unordered_map<std::uint16_t, std::size_t> held_;
+    std::unordered_map<std::uint16_t, std::size_t> bytes_by_source_;
     std::unordered_map<std::uint64_t, std::vector<Entry>> waiting_;
 };
 

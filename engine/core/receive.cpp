@@ -61,9 +61,9 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
     Link& link = peer.links[path];
     link.bytes_received += datagram.size();
     // Data that was lost before an outage does not make the path a blocked one after it.
-    if (now - peer.last_heard() > config_.silence / 2) peer.forget_losses();
-    peer.hear(now, link);
-    if (views_) views_->hear(peer.rank, now);
+    if (now - peer.last_received() > config_.silence / 2) peer.forget_losses();
+    peer.on_received(now, link);
+    if (views_) views_->on_received(peer.rank, now);
     bool taken = true;
     switch (header->kind) {
         case Kind::data:
@@ -71,7 +71,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
                 take_piece(peer, link, *header, number, *payload, now, arrived_at);
                 return;
             }
-            if (header->has(flag_last)) peer.links.report_news();
+            if (header->has(flag_last)) peer.links.report_unreported();
             taken = take_data(peer, *header, *payload, now);
             break;
         case Kind::report: take_report(peer, link, *payload, now); break;
@@ -88,7 +88,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
             drain(peer, now);
             take_failed(peer, *header, now);
             break;
-        case Kind::note: take_note(peer, *payload, now); break;
+        case Kind::note: take_view_message(peer, *payload, now); break;
     }
     // A datagram that was not taken is not reported, so its sender counts it as lost and sends it again.
     const bool elicits = header->kind != Kind::report && header->kind != Kind::note;
@@ -106,7 +106,7 @@ void Core::take_piece(Peer& peer, Link& link, Header header, std::uint64_t numbe
         case Pieces::Taken::kept: return;
         case Pieces::Taken::complete: break;
     }
-    if (header.has(flag_last)) peer.links.report_news();
+    if (header.has(flag_last)) peer.links.report_unreported();
     header.flags = static_cast<std::uint8_t>(header.flags & ~flag_piece);
     const std::span<const std::byte> whole = link.pieces.whole();
     if (!take_data(peer, header, whole, now)) return;
@@ -118,7 +118,7 @@ void Core::take_piece(Peer& peer, Link& link, Header header, std::uint64_t numbe
 
 bool Core::take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now) {
     if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
-        const bool taken = deliver(*exchange, peer, header, payload, now, Way::datagram);
+        const bool taken = deliver(*exchange, peer, header, payload, now, Carrier::datagram);
         settle(*exchange, now);
         return taken;
     }
@@ -136,8 +136,9 @@ bool Core::pool_chunk(Peer& peer, const Header& header, std::span<const std::byt
     }
     if (!pool_.keep(header, payload)) {
         ++counters_.pool_refused;
-        peer.refused = true;
-        peer.say({.kind = Kind::wait, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
+        peer.pool_was_full = true;
+        peer.queue_control(
+            {.kind = Kind::wait, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
         return false;
     }
     ++counters_.pooled;
@@ -147,8 +148,8 @@ bool Core::pool_chunk(Peer& peer, const Header& header, std::span<const std::byt
 }
 
 bool Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now,
-                   Way way) {
-    note_begun(exchange, peer);
+                   Carrier carrier) {
+    mark_posted(exchange, peer);
     const bool second_stage = header.has(flag_second_stage);
     Incoming* message = exchange.incoming(peer.rank, second_stage);
     if (message == nullptr) {
@@ -162,7 +163,7 @@ bool Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
         return true;
     }
     if (header.has(flag_parity)) return take_parity(exchange, peer, *message, header, payload, now);
-    if (header.chunk >= message->cut.chunks || payload.size() != message->cut.size(header.chunk)) {
+    if (header.chunk >= message->layout.chunks || payload.size() != message->layout.size(header.chunk)) {
         ++counters_.unexpected;
         return true;
     }
@@ -172,29 +173,32 @@ bool Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
         ++(was_closed || !message->arrived.test(header.chunk) ? counters_.late : counters_.duplicates);
         // The sender may have been silent when its message was closed, and so never have heard that it was.
         if (was_closed && message->missing() > 0) {
-            peer.say({.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
+            peer.queue_control(
+                {.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
         }
         return true;
     }
     if (message->decoding) restore(*message, header);
-    heed_progress(exchange, peer, *message, header, now, way);
+    on_progress(exchange, peer, *message, header, now, carrier);
     return true;
 }
 
 // A chunk of a message came that was open before: it may be complete, or over.
-void Core::heed_progress(Exchange& exchange, Peer& peer, Incoming& message, const Header& header, Nanos now, Way way) {
-    message.ask_at = now + message.ask_every;
+void Core::on_progress(Exchange& exchange, Peer& peer, Incoming& message, const Header& header, Nanos now,
+                       Carrier carrier) {
+    message.ready_at = now + message.ready_every;
     if (message.closed) {
         credit_.close(peer.rank);
         const bool coded = message.decoding != nullptr;
         message.decoding.reset();
         // The sender waits to hear that its message is complete.
-        if (way == Way::datagram) peer.links.report_news();
+        if (carrier == Carrier::datagram) peer.links.report_unreported();
         // What was decoded is in no report; and if reports were lost, the sender may think that something was.
         if (coded)
-            peer.say({.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
+            peer.queue_control(
+                {.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
     } else if (header.has(flag_last) || message.ended) {
-        heed_end(exchange, peer, message.second_stage, now);
+        on_end(exchange, peer, message.second_stage, now);
     }
 }
 
@@ -203,7 +207,7 @@ bool Core::take_end(Peer& peer, const Header& header, Nanos now) {
     if (exchange == nullptr) return sequences_.posted(header.channel, header.seq) || pool_chunk(peer, header, {});
     const bool second_stage = header.has(flag_second_stage);
     if (!header.has(flag_repair)) {
-        heed_end(*exchange, peer, second_stage, now);
+        on_end(*exchange, peer, second_stage, now);
     } else if (Incoming* message = exchange->incoming(peer.rank, second_stage)) {
         // Nothing more will come of this message, whatever its budget says. Where a peer was dropped, others cannot pass on
         // what it had.
@@ -214,7 +218,7 @@ bool Core::take_end(Peer& peer, const Header& header, Nanos now) {
 }
 
 // The sender's first pass is over: a lossy message that has enough is closed soon.
-void Core::heed_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now) {
+void Core::on_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now) {
     Incoming* message = exchange.incoming(peer.rank, second_stage);
     if (message == nullptr || message->closed || message->allowed == 0) return;
     message->ended = true;
@@ -222,7 +226,7 @@ void Core::heed_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now
     // Chunks that the end overtook get a moment more, and those on a slower path the time that it takes longer.
     message->close_at =
         now + peer.links.spread() + std::clamp<Nanos>(peer.links.round_trip() / 4, 20 * microsecond, 5 * millisecond);
-    exchanges_.hasten(exchange, exchange.timer_of(*message), message->close_at);
+    exchanges_.set_earlier(exchange, exchange.timer_of(*message), message->close_at);
 }
 
 void Core::take_report(Peer& peer, Link& link, std::span<const std::byte> body, Nanos now) {
@@ -236,16 +240,16 @@ void Core::take_report(Peer& peer, Link& link, std::span<const std::byte> body, 
         [&](const Flight& flight) { on_lost(peer, link, flight, now); });
     Delivery delivery = link.out.last_delivery();
     if (delivery.delivered_bytes > 0 || delivery.lost_bytes > 0) {
-        delivery.line_bytes_per_s = line_.on_report(delivery.delivered_bytes, now, link.index);
+        delivery.bottleneck_bytes_per_s = bottleneck_.on_report(delivery.delivered_bytes, now, link.index);
         peaks_.delivered(delivery.delivered_bytes, now);
-        if (line_.due(now)) share_line(now);
+        if (bottleneck_.due(now)) share_bottleneck(now);
         link.rate.on_delivery(delivery);
     }
 }
 
 void Core::take_control(Peer& peer, const Header& header, Nanos now) {
     if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
-        obey(*exchange, peer, header, now);
+        on_control(*exchange, peer, header, now);
         settle(*exchange, now);
         return;
     }
@@ -253,17 +257,17 @@ void Core::take_control(Peer& peer, const Header& header, Nanos now) {
     if (!sequences_.posted(header.channel, header.seq)) {
         // The receiver is ahead of us. If there is no room to remember that, it will ask again.
         (void)pool_.keep(header, {});
-    } else if (blames_.of(exchange_key(header.channel, header.seq))) {
+    } else if (failure_causes_.of(exchange_key(header.channel, header.seq))) {
         answer_for_ended(peer, header);
     } else {
         // The exchange ended well here, so the budget allows for whatever is missing there.
-        for (const bool second_stage : {false, true}) peer.say(nothing_more(header, second_stage));
+        for (const bool second_stage : {false, true}) peer.queue_control(nothing_more(header, second_stage));
     }
 }
 
-void Core::obey(Exchange& exchange, Peer& peer, const Header& header, Nanos now) {
+void Core::on_control(Exchange& exchange, Peer& peer, const Header& header, Nanos now) {
     const bool second_stage = header.has(flag_second_stage);
-    if (header.kind != Kind::wait) note_begun(exchange, peer);  // it has no room for what it has not posted
+    if (header.kind != Kind::wait) mark_posted(exchange, peer);  // it has no room for what it has not posted
     for (Outgoing& message : exchange.sends) {
         if (message.peer != peer.rank) continue;
         if (header.kind == Kind::ready) {
@@ -273,10 +277,10 @@ void Core::obey(Exchange& exchange, Peer& peer, const Header& header, Nanos now)
             message.parked = false;
             peers_.queue(message);
             // It waits for what it should have decoded.
-            if (message.encoding && message.encoding->relied_upon()) give_up_coding(peer, message, now);
+            if (message.encoding && message.encoding->relied_upon()) stop_coding(peer, message, now);
             // It asks for chunks that we have given up: say so, or it would wait for ever.
-            if (!message.wanted && message.acked < message.cut.chunks) {
-                peer.say(nothing_more(header, message.second_stage));
+            if (!message.wanted && message.acked < message.layout.chunks) {
+                peer.queue_control(nothing_more(header, message.second_stage));
             }
         } else if (message.second_stage == second_stage && header.kind == Kind::wait) {
             message.parked = !message.ready;
@@ -287,8 +291,8 @@ void Core::obey(Exchange& exchange, Peer& peer, const Header& header, Nanos now)
 }
 
 void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte> body, Nanos now) {
-    const std::optional<Blame> blame = parse_blame(header, config_.world);
-    if (!blame) {
+    const std::optional<FailureCause> failure_cause = parse_failure_cause(header, config_.world);
+    if (!failure_cause) {
         ++counters_.malformed;
         return;
     }
@@ -302,35 +306,35 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
         body = body.subspan(own.size());
     }
     peer.links.report_now();
-    if (shelf_) shelf_->forget(peer.rank);
-    part(peer, Status::peer_left, *blame, now);
+    if (broadcast_buffer_) broadcast_buffer_->forget(peer.rank);
+    on_peer_left(peer, Status::peer_left, *failure_cause, now);
 }
 
 // The peer is no longer there for us. Only a new process of its rank can change that.
-void Core::part(Peer& peer, Status status, Blame blame, Nanos now) {
-    peer.leave(blame);
-    for (Link& link : peer.links) link.out.abandon([](const Flight&) {});
+void Core::on_peer_left(Peer& peer, Status status, FailureCause failure_cause, Nanos now) {
+    peer.leave(failure_cause);
+    for (Link& link : peer.links) link.out.mark_all_lost([](const Flight&) {});
     peer.queue.clear();
-    credit_.depart(peer.rank);
+    credit_.remove_peer(peer.rank);
     count_peers();
     exchanges_.each([&](Exchange& exchange) {
-        if (exchange.patient()) return;
-        abandon_peer(exchange, peer, status, blame);
+        if (exchange.waits_across_views()) return;
+        abort_with_peer(exchange, peer, status, failure_cause);
         settle(exchange, now);
     });
     if (!views_) return;
-    views_->gone(peer.rank, now);
-    heed_views(now);
+    views_->on_goodbye(peer.rank, now);
+    on_views_changed(now);
 }
 
 void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
-    const std::optional<Blame> blame = parse_blame(header, config_.world);
-    if (!blame) {
+    const std::optional<FailureCause> failure_cause = parse_failure_cause(header, config_.world);
+    if (!failure_cause) {
         ++counters_.malformed;
         return;
     }
     if (Exchange* exchange = exchanges_.find(header.channel, header.seq)) {
-        heed_failed(*exchange, peer, *blame);
+        on_peer_failed(*exchange, peer, *failure_cause);
         settle(*exchange, now);
     } else if (!sequences_.posted(header.channel, header.seq)) {
         (void)pool_.keep(header, {});
@@ -338,26 +342,28 @@ void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
 }
 
 // A patient exchange goes on without what a peer gave up because of others, or because its caller has another view.
-void Core::heed_failed(Exchange& exchange, Peer& peer, Blame blame) {
-    const bool passes = blame.cause == Status::closed || blame.cause == Status::peer_silent ||
-                        blame.cause == Status::peer_left || blame.cause == Status::memory_broken;
-    if (exchange.patient() && peer.rank < Ranks::bits) exchange.given_up_by.add(peer.rank);
-    if (!exchange.patient() || !passes) abandon_peer(exchange, peer, Status::peer_failed, blame);
+void Core::on_peer_failed(Exchange& exchange, Peer& peer, FailureCause failure_cause) {
+    const bool passes = failure_cause.cause == Status::closed || failure_cause.cause == Status::peer_silent ||
+                        failure_cause.cause == Status::peer_left || failure_cause.cause == Status::memory_broken;
+    if (exchange.waits_across_views() && peer.rank < Ranks::bits) exchange.aborted_by.add(peer.rank);
+    if (!exchange.waits_across_views() || !passes) abort_with_peer(exchange, peer, Status::peer_failed, failure_cause);
 }
 
 // Answers a peer that still sends for, or asks about, an exchange that has ended here.
 void Core::answer_for_ended(Peer& peer, const Header& header) {
-    if (const Blame blame = blames_.of(exchange_key(header.channel, header.seq))) {
-        peer.say({.kind = Kind::failed, .channel = header.channel, .seq = header.seq, .blame = blame});
+    if (const FailureCause failure_cause = failure_causes_.of(exchange_key(header.channel, header.seq))) {
+        peer.queue_control(
+            {.kind = Kind::failed, .channel = header.channel, .seq = header.seq, .failure_cause = failure_cause});
     } else {
-        peer.say({.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
+        peer.queue_control(
+            {.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
     }
 }
 
 void Core::on_acked(Peer& peer, Link& link, const Flight& flight, Nanos now) {
     link.replies.add(flight.stamp.sent_at, flight.challenge);
     link.on_answer(now);
-    if (flight.kind == Kind::bye) peer.told = true;
+    if (flight.kind == Kind::bye) peer.goodbye_acked = true;
     if (flight.kind == Kind::data || flight.kind == Kind::ping) link.path.on_acked(flight.bytes, flight.stamp.sent_at);
     if (flight.kind == Kind::data) {
         peer.on_data_arrived();
@@ -387,27 +393,25 @@ void Core::on_lost(Peer& peer, Link& link, const Flight& flight, Nanos now) {
 }
 
 // A chunk is lost: leaves it out if the budget allows, or else sends it again.
-// `anew`: so was a repair of it.
-void Core::send_again(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos now, bool anew) {
+// `is_retransmission`: so was a repair of it.
+void Core::retransmit(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos now, bool is_retransmission) {
     if (!message.repairs.empty() && message.repairs.back() == chunk) return;  // of several copies, the first one counts
-    if (message.given_up + message.reserved < message.allowed) {
-        ++message.given_up;
+    if (message.unrepaired + message.reserved < message.allowed) {
+        ++message.unrepaired;
         message.release_if_done();
         if (message.released) settle(*message.exchange, now);
         return;
     }
     message.repairs.push_back(chunk);
     if (message.first_pass_over() && peer.links.lossy()) {
-        const double chunk_s = message.cut.chunk_bytes / peer.links.bytes_per_s();
+        const double chunk_s = message.layout.chunk_bytes / peer.links.bytes_per_s();
         const double trip_s = seconds(peer.links.round_trip());
-        const auto copies = [&](double chunks) {
-            return copies_at_the_end(chunks, peer.links.loss(), chunk_s, trip_s);
-        };
+        const auto copies = [&](double chunks) { return tail_loss_copies(chunks, peer.links.loss(), chunk_s, trip_s); };
         if (peer.queue.only_repairs()) {
             // At the end of a message every further loss costs a round trip, and the line is free: send it more than once.
             const auto chunks = static_cast<double>(message.repairs.size());
-            message.echoes.insert(message.echoes.end(), copies(chunks) - 1, chunk);
-        } else if (anew && copies(1.0) > 1) {
+            message.extra_copies.insert(message.extra_copies.end(), copies(chunks) - 1, chunk);
+        } else if (is_retransmission && copies(1.0) > 1) {
             // Its repair was lost, too. What is sent behind the message no longer hides that for long.
             message.repairs.push_back(chunk);
         }
@@ -424,20 +428,20 @@ void Core::repair(Peer& peer, const Flight& flight, Nanos now) {
         if (message->encoding) {
             repair_coded(peer, *message, flight, now);
         } else if (!message->acked_chunks.test(flight.chunk)) {
-            send_again(peer, *message, flight.chunk, now, (flight.flags & flag_repair) != 0);
+            retransmit(peer, *message, flight.chunk, now, (flight.flags & flag_repair) != 0);
         }
     } else if (flight.kind == Kind::ready) {
         Exchange* exchange = exchanges_.find(flight.channel, flight.seq);
         if (exchange != nullptr && exchange->waits_for(peer.rank)) {
-            peer.say({.kind = flight.kind, .channel = flight.channel, .seq = flight.seq});
+            peer.queue_control({.kind = flight.kind, .channel = flight.channel, .seq = flight.seq});
         }
     } else if (flight.kind == Kind::end || flight.kind == Kind::done || flight.kind == Kind::bye ||
                flight.kind == Kind::failed) {
-        peer.say({.kind = flight.kind,
-                  .flags = flight.flags,
-                  .channel = flight.channel,
-                  .seq = flight.seq,
-                  .blame = flight.blame});
+        peer.queue_control({.kind = flight.kind,
+                            .flags = flight.flags,
+                            .channel = flight.channel,
+                            .seq = flight.seq,
+                            .failure_cause = flight.failure_cause});
     }
 }
 

@@ -37,7 +37,7 @@ void Core::ping(std::uint16_t rank, std::size_t path) {
     if (peer.links.several()) {
         peer.links[path].asks = true;
     } else {
-        peer.say({.kind = Kind::ping});
+        peer.queue_control({.kind = Kind::ping});
     }
 }
 
@@ -50,15 +50,15 @@ void Core::reroute(std::uint16_t rank, Nanos now, std::size_t path) {
     Link& link = peer.links[path];
     ++counters_.reroutes;
     // Datagrams in flight went to the old address, which no longer answers: they count as lost, and the new path is unknown.
-    link.out.abandon([&](const Flight& flight) { on_lost(peer, link, flight, now); });
+    link.out.mark_all_lost([&](const Flight& flight) { on_lost(peer, link, flight, now); });
     link.rate = make_rate(now);
     link.path = make_path();
     link.fit_reports(link.path.bytes());
     peer.forget_losses();
 }
 
-Nanos Core::patience(std::uint16_t rank, std::size_t path) const {
-    return peers_.look(rank).links[path].out.patience();
+Nanos Core::probe_timeout(std::uint16_t rank, std::size_t path) const {
+    return peers_.look(rank).links[path].out.probe_timeout();
 }
 
 }  // namespace storm

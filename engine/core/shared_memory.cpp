@@ -30,119 +30,121 @@ std::optional<Record> Record::parse(std::span<const std::byte> from) {
     if (from.size() < head_bytes) return std::nullopt;
     // A copy, so that its writer cannot change what has been checked.
     std::memcpy(&record, from.data(), sizeof record);
-    const bool fits = record.shelved == 0 ? size(record.bytes) <= from.size()
-                                          : record.kind == Kind::data && record.bytes <= most_run_bytes &&
-                                                std::size_t{record.place} + record.bytes <= ShelfMemory::capacity;
+    const bool fits = record.in_broadcast_buffer == 0
+                          ? size(record.bytes) <= from.size()
+                          : record.kind == Kind::data && record.bytes <= most_run_bytes &&
+                                std::size_t{record.position} + record.bytes <= BroadcastMemory::capacity;
     const bool sound = (record.kind == Kind::data || record.kind == Kind::end) && fits;
     return sound ? std::optional(record) : std::nullopt;
 }
 
-void Core::connect(std::uint16_t rank, std::uint32_t incarnation, std::unique_ptr<Passage> passage, Nanos now) {
+void Core::connect(std::uint16_t rank, std::uint32_t incarnation, std::unique_ptr<SharedMemoryChannel> shared_memory,
+                   Nanos now) {
     if (rank >= config_.world || rank == config_.rank || incarnation != seal_.incarnation(rank) ||
         peers_.look(rank).vacant)
         throw std::invalid_argument("rank " + std::to_string(rank) + " is not the process to share memory with");
     Peer& peer = peers_[rank];
     drain(peer, now);  // of an earlier passage, if there was one
-    if (peer.passage && peer.passage->broken()) {
-        sever(peer, now);
+    if (peer.shared_memory && peer.shared_memory->broken()) {
+        drop_broken_peer(peer, now);
         throw std::invalid_argument("rank " + std::to_string(rank) + " has written nonsense into shared memory");
     }
     // Whoever reads a new ring has drained the old one before, as we have.
-    if (shelf_ && peer.passage) shelf_->renew(rank);
-    passage->in.set_shut(passages_shut_);
-    peer.passage = std::move(passage);
-    const auto place = std::lower_bound(near_.begin(), near_.end(), rank);
-    if (place == near_.end() || *place != rank) near_.insert(place, rank);
+    if (broadcast_buffer_ && peer.shared_memory) broadcast_buffer_->renew(rank);
+    shared_memory->in.set_shut(shared_memory_paused_);
+    peer.shared_memory = std::move(shared_memory);
+    const auto position = std::lower_bound(same_host_peers_.begin(), same_host_peers_.end(), rank);
+    if (position == same_host_peers_.end() || *position != rank) same_host_peers_.insert(position, rank);
 }
 
 void Core::disconnect() {
-    for (const std::uint16_t rank : near_) {
-        peers_[rank].passage.reset();
-        bells_.clear(rank);
+    for (const std::uint16_t rank : same_host_peers_) {
+        peers_[rank].shared_memory.reset();
+        doorbells_.clear(rank);
     }
-    near_.clear();
-    shelf_.reset();
+    same_host_peers_.clear();
+    broadcast_buffer_.reset();
 }
 
-void Core::shut_passages(bool shut) {
-    passages_shut_ = shut;
-    for (const std::uint16_t rank : near_) peers_[rank].passage->in.set_shut(shut);
+void Core::pause_shared_memory(bool shut) {
+    shared_memory_paused_ = shut;
+    for (const std::uint16_t rank : same_host_peers_) peers_[rank].shared_memory->in.set_shut(shut);
 }
 
-bool Core::passes(std::uint16_t rank) const {
+bool Core::uses_shared_memory(std::uint16_t rank) const {
     const Peer& peer = peers_.look(rank);
-    return peer.passage && !peer.passage->out.shut();
+    return peer.shared_memory && !peer.shared_memory->out.shut();
 }
 
 bool Core::pass(Nanos now) {
     bool any = false, broken = false;
     defer_until_ = never;
     // In rising order, which is that of most sums.
-    for (const std::uint16_t rank : near_) {
+    for (const std::uint16_t rank : same_host_peers_) {
         const bool taken = take_records(rank, records_per_turn, now), put = put_records(rank, now);
         any = any || taken || put;
-        const Passage& passage = *peers_.look(rank).passage;
-        broken = broken || passage.broken();
-        defer_until_ = std::min(defer_until_, passage.defer_until);
+        const SharedMemoryChannel& shared_memory = *peers_.look(rank).shared_memory;
+        broken = broken || shared_memory.broken();
+        defer_until_ = std::min(defer_until_, shared_memory.defer_until);
     }
     if (!broken) return any;
-    const auto found = std::find_if(near_.begin(), near_.end(),
-                                    [&](std::uint16_t rank) { return peers_.look(rank).passage->broken(); });
-    sever(peers_[*found], now);
+    const auto found = std::find_if(same_host_peers_.begin(), same_host_peers_.end(),
+                                    [&](std::uint16_t rank) { return peers_.look(rank).shared_memory->broken(); });
+    drop_broken_peer(peers_[*found], now);
     return true;  // there may be another
 }
 
 // A peer that writes nonsense into shared memory is lost to us and we to it, as if each had left; all others go on. What
 // it passed before is gone, so exchanges under way with it cannot end well.
-void Core::sever(Peer& peer, Nanos now) {
+void Core::drop_broken_peer(Peer& peer, Nanos now) {
     ++counters_.malformed;
-    const Blame blame{peer.rank, Status::memory_broken};
-    std::erase(near_, peer.rank);
-    bells_.clear(peer.rank);
-    if (shelf_) shelf_->forget(peer.rank);
-    peer.passage.reset();
-    peer.farewells = Peer::most_farewells;
-    peer.say({.kind = Kind::bye, .blame = blame});
-    part(peer, Status::memory_broken, blame, now);
+    const FailureCause failure_cause{peer.rank, Status::memory_broken};
+    std::erase(same_host_peers_, peer.rank);
+    doorbells_.clear(peer.rank);
+    if (broadcast_buffer_) broadcast_buffer_->forget(peer.rank);
+    peer.shared_memory.reset();
+    peer.goodbye_repeats = Peer::most_goodbye_repeats;
+    peer.queue_control({.kind = Kind::bye, .failure_cause = failure_cause});
+    on_peer_left(peer, Status::memory_broken, failure_cause, now);
 }
 
 bool Core::may_sleep() {
-    return std::all_of(near_.begin(), near_.end(), [&](std::uint16_t rank) {
-        Passage& passage = *peers_.attempt(rank).passage;
-        return passage.in.may_sleep() || passage.stalled || passage.defer_until != never;
+    return std::all_of(same_host_peers_.begin(), same_host_peers_.end(), [&](std::uint16_t rank) {
+        SharedMemoryChannel& shared_memory = *peers_.attempt(rank).shared_memory;
+        return shared_memory.in.may_sleep() || shared_memory.stalled || shared_memory.defer_until != never;
     });
 }
 
 bool Core::take_records(std::uint16_t rank, std::size_t most, Nanos now) {
-    Passage& passage = *peers_.attempt(rank).passage;
-    std::span<const std::byte> front = passage.in.front();
-    if (front.empty()) passage.defer_until = never;
-    if (front.empty() || (passage.stalled && !draining_)) return false;
+    SharedMemoryChannel& shared_memory = *peers_.attempt(rank).shared_memory;
+    std::span<const std::byte> front = shared_memory.in.front();
+    if (front.empty()) shared_memory.defer_until = never;
+    if (front.empty() || (shared_memory.stalled && !draining_)) return false;
     Peer& peer = peers_[rank];
     std::size_t taken = 0;
     for (; taken < most && !front.empty(); ++taken) {
         const std::optional<Record> record = Record::parse(front);
         if (!record) {
-            passage.in.set_broken();
+            shared_memory.in.set_broken();
             break;
         }
-        const Taken how = take_record(peer, *record, passage.payload(*record, front), now);
-        passage.stalled = how == Taken::no_room;
+        const Taken how = take_record(peer, *record, shared_memory.payload(*record, front), now);
+        shared_memory.stalled = how == Taken::no_space;
         if (how != Taken::yes) break;
-        if (passage.in.pop(record->size())) bells_.set(rank);
-        front = passage.in.front();
+        if (shared_memory.in.pop(record->size())) doorbells_.set(rank);
+        front = shared_memory.in.front();
     }
     if (taken == 0) return false;
-    peer.hear(now);
-    if (views_) views_->hear(rank, now);
+    peer.on_received(now);
+    if (views_) views_->on_received(rank, now);
     return true;
 }
 
 // Whether a contribution to an exact sum need not wait for those before it.
-bool Core::in_turn(Exchange& exchange, const Header& header) {
+bool Core::is_in_order(Exchange& exchange, const Header& header) {
     const Incoming* message = exchange.incoming(header.source, header.has(flag_second_stage));
     return message == nullptr || message->reduction == nullptr || message->closed ||
-           header.chunk >= message->cut.chunks || !message->reduction->early(message->contributor, header.chunk);
+           header.chunk >= message->layout.chunks || !message->reduction->early(message->contributor, header.chunk);
 }
 
 bool Core::awaits(std::uint16_t rank) const {
@@ -152,7 +154,7 @@ bool Core::awaits(std::uint16_t rank) const {
 
 // Takes all that a peer has passed, before something is heeded that came by datagram and may have overtaken it.
 void Core::drain(Peer& peer, Nanos now) {
-    if (!peer.passage || draining_) return;
+    if (!peer.shared_memory || draining_) return;
     draining_ = true;
     while (take_records(peer.rank, records_per_turn, now)) {
     }
@@ -169,28 +171,28 @@ Core::Taken Core::take_record(Peer& peer, const Record& record, std::span<const 
         return Taken::yes;
     }
     // Something that we wait for may lie behind it: then it is kept in any case. No more of it than the eager bytes comes.
-    if (exchange == nullptr && !draining_ && pool_.crowded(peer.rank, pool_shares) && !awaits(peer.rank))
-        return Taken::no_room;
+    if (exchange == nullptr && !draining_ && pool_.exceeds_share(peer.rank, pool_shares) && !awaits(peer.rank))
+        return Taken::no_space;
     if (exchange != nullptr && record.kind == Kind::end) {
         take_end(peer, header, now);
         return Taken::yes;
     }
-    Nanos& defer_until = peer.passage->defer_until;
-    if (exchange == nullptr || in_turn(*exchange, header)) {
+    Nanos& defer_until = peer.shared_memory->defer_until;
+    if (exchange == nullptr || is_in_order(*exchange, header)) {
         defer_until = never;
     } else if (!draining_) {
         // Once one was taken early, so are those that follow, until one comes in its turn.
         if (defer_until == never) defer_until = now + longest_deferral;
-        if (now < defer_until) return Taken::not_its_turn;
+        if (now < defer_until) return Taken::out_of_order;
     }
     counters_.shared_bytes_received += payload.size();
     do {
         const std::span<const std::byte> chunk = payload.first(std::min(payload.size(), chunk_bytes_));
         payload = payload.subspan(chunk.size());
         if (exchange != nullptr) {
-            deliver(*exchange, peer, header, chunk, now, Way::memory);
+            deliver(*exchange, peer, header, chunk, now, Carrier::memory);
         } else {
-            pool_.keep_anyway(header, chunk);
+            pool_.force_keep(header, chunk);
             ++counters_.pooled;
         }
         ++header.chunk;
@@ -207,19 +209,19 @@ Core::Taken Core::take_record(Peer& peer, const Record& record, std::span<const 
 bool Core::put_records(std::uint16_t rank, Nanos now) {
     if (!peers_.queued().test(rank) || peers_.idle(rank)) return false;
     Peer& peer = peers_.attempt(rank);
-    RingWriter& out = peer.passage->out;
-    if (!passes(rank)) return false;
+    RingWriter& out = peer.shared_memory->out;
+    if (!uses_shared_memory(rank)) return false;
     // A run, and perhaps the end of its message.
     const std::size_t needed = Record::size(std::max(run_bytes(out), chunk_bytes_)) + Record::size(0);
     bool any = false;
     for (std::size_t i = 0; i < records_per_turn; ++i) {
         Outgoing* message = peer.queue.next(config_.eager_bytes);
-        std::byte* room = message == nullptr ? nullptr : out.room(needed);
-        if (room == nullptr) break;
+        std::byte* space = message == nullptr ? nullptr : out.space(needed);
+        if (space == nullptr) break;
         peers_.mark(rank);
         any = true;
-        if (message->encoding) give_up_coding(peer, *message, now);
-        if (out.publish(put_run(*message, out, room))) bells_.set(rank);
+        if (message->encoding) stop_coding(peer, *message, now);
+        if (out.publish(put_run(*message, out, space))) doorbells_.set(rank);
         Exchange& exchange = *message->exchange;
         message->release_if_done();
         if (message->released) settle(exchange, now);
@@ -228,15 +230,16 @@ bool Core::put_records(std::uint16_t rank, Nanos now) {
 }
 
 // Puts a run of chunks that goes to several peers where all of them read it; null if it must be copied into the ring.
-Shelf::Item* Core::shelve(const Outgoing& message, const Record& record, std::uint32_t end) {
-    if (!shelf_ || !message.checks || record.bytes < least_shelved_bytes || near_.size() < 2) return nullptr;
-    return shelf_->put(message, record.chunk, end, record.bytes,
-                       [&](std::uint16_t rank) { return peers_.attempt(rank).passage->out.read(); });
+BroadcastBuffer::Item* Core::put_in_broadcast_buffer(const Outgoing& message, const Record& record, std::uint32_t end) {
+    if (!broadcast_buffer_ || !message.checksums || record.bytes < least_shelved_bytes || same_host_peers_.size() < 2)
+        return nullptr;
+    return broadcast_buffer_->put(message, record.chunk, end, record.bytes,
+                                  [&](std::uint16_t rank) { return peers_.attempt(rank).shared_memory->out.read(); });
 }
 
 // Writes the next run of chunks of a message into a ring that has room for it; returns the bytes that it takes there.
-std::size_t Core::put_run(Outgoing& message, const RingWriter& ring, std::byte* room) {
-    message.echoes.clear();  // nothing is lost on this way
+std::size_t Core::put_run(Outgoing& message, const RingWriter& ring, std::byte* space) {
+    message.extra_copies.clear();  // nothing is lost on this way
     while (!message.repairs.empty() && message.acked_chunks.test(message.repairs.front())) message.repairs.pop_front();
     const bool repair = !message.repairs.empty();
     while (!repair && message.sendable() && message.next_is_missing()) message.skip_missing();
@@ -247,11 +250,11 @@ std::size_t Core::put_run(Outgoing& message, const RingWriter& ring, std::byte* 
                   .flags = stage_flag(message.second_stage)};
     bool any = false;
     std::size_t used = 0;
-    Shelf::Item* item = nullptr;
+    BroadcastBuffer::Item* item = nullptr;
     const auto arrives = [&](std::uint32_t chunk) {
         any = true;
         if (message.acked_chunks.set(chunk)) ++message.acked;
-        record.bytes += message.cut.size(chunk);
+        record.bytes += message.layout.size(chunk);
     };
     if (repair) {
         record.chunk = message.repairs.front();
@@ -262,40 +265,41 @@ std::size_t Core::put_run(Outgoing& message, const RingWriter& ring, std::byte* 
     } else if (message.sendable()) {
         record.chunk = message.chunk_at(message.cursor);
         std::uint32_t next = record.chunk;
-        if (shelf_ && message.checks) item = shelf_->find(message, next);
+        if (broadcast_buffer_ && message.checksums) item = broadcast_buffer_->find(message, next);
         do {
             arrives(next++);
             ++message.cursor;
         } while (message.sendable() && message.chunk_at(message.cursor) == next && !message.next_is_missing() &&
-                 (item == nullptr || next < item->end()) && record.bytes + message.cut.size(next) <= run_bytes(ring));
+                 (item == nullptr || next < item->end()) &&
+                 record.bytes + message.layout.size(next) <= run_bytes(ring));
         message.eager_bytes += record.bytes;
         if (item != nullptr) {
             counters_.shelved_bytes_sent += record.bytes;
         } else {
-            item = shelve(message, record, next);
+            item = put_in_broadcast_buffer(message, record, next);
         }
     }
     if (any) {
         if (item != nullptr) {
-            record.shelved = 1;
-            record.place = item->place(record.chunk);
+            record.in_broadcast_buffer = 1;
+            record.position = item->position(record.chunk);
         } else if (record.bytes > 0) {
-            std::memcpy(room + Record::head_bytes, message.payload(record.chunk).data(), record.bytes);
+            std::memcpy(space + Record::head_bytes, message.payload(record.chunk).data(), record.bytes);
         }
-        record.write(room);
+        record.write(space);
         counters_.shared_bytes_sent += record.bytes;
         used = record.size();
-        if (item != nullptr) item->lend(message.peer, ring.written() + used);
+        if (item != nullptr) item->add_reader(message.peer, ring.written() + used);
     }
     // The receiver need not wait for chunks that we do not have; those still under way by datagram may yet arrive.
-    const bool settled = message.acked + message.given_up >= message.cut.chunks;
-    if (message.first_pass_over() && message.repairs.empty() && message.acked < message.cut.chunks &&
+    const bool settled = message.acked + message.unrepaired >= message.layout.chunks;
+    if (message.first_pass_over() && message.repairs.empty() && message.acked < message.layout.chunks &&
         (settled || !message.lossless())) {
         record.kind = Kind::end;
         if (settled) record.flags |= flag_repair;
         record.bytes = 0;
-        record.shelved = 0;
-        record.write(room + used);
+        record.in_broadcast_buffer = 0;
+        record.write(space + used);
         used += Record::size(0);
     }
     return used;

@@ -11,19 +11,20 @@ namespace storm {
 bool Core::transmit(Batch& batch, Nanos now) {
     // From `first` on, the ranks below `end` to which something of their queues may leave.
     const auto fill_any = [&](std::size_t first, std::size_t end) {
-        for (std::size_t at = peers_.untried().next(first); at < end && !shut(); at = peers_.untried().next(at + 1)) {
+        for (std::size_t at = peers_.may_send_data().next(first); at < end && !shut();
+             at = peers_.may_send_data().next(at + 1)) {
             const auto rank = static_cast<std::uint16_t>(at);
-            if (peers_.idle(rank) || passes(rank)) continue;
-            refused_until_ = never;
+            if (peers_.idle(rank) || uses_shared_memory(rank)) continue;
+            deferred_until_ = never;
             const bool filled = fill_data(batch, peers_.attempt(rank), now);
             // Where there are several paths, time alone may change which of them is tried.
-            if (!filled && !shut() && !peers_.look(rank).links.several()) peers_.refused(rank, refused_until_);
-            if (filled || again_) peers_.mark(rank);
+            if (!filled && !shut() && !peers_.look(rank).links.several()) peers_.defer_sending(rank, deferred_until_);
+            if (filled || retry_transmit_) peers_.mark(rank);
             if (!filled) {
-                paced_until_ = std::min(paced_until_, refused_until_);
+                paced_until_ = std::min(paced_until_, deferred_until_);
                 continue;
             }
-            turn_ = at + 1;
+            next_rank_ = at + 1;
             return true;
         }
         return false;
@@ -31,19 +32,19 @@ bool Core::transmit(Batch& batch, Nanos now) {
     const auto speak_any = [&](std::size_t first, std::size_t end) {
         for (std::size_t at = peers_.awake().next(first); at < end; at = peers_.awake().next(at + 1)) {
             const auto rank = static_cast<std::uint16_t>(at);
-            if (!peers_.speaks(rank, now)) continue;
+            if (!peers_.may_send_control(rank, now)) continue;
             if (fill_control(batch, peers_[rank], now) || fill_probe(batch, peers_[rank], now)) return true;
         }
         return false;
     };
     do {
-        again_ = false;
+        retry_transmit_ = false;
         peers_.wake(now);
         if (speak_any(config_.rank, config_.world) || speak_any(0, config_.rank)) return true;
-        paced_until_ = peers_.refused_until();
-        shut_paths_ = 0;
-        if (fill_any(turn_, config_.world) || fill_any(0, turn_)) return true;
-    } while (again_);
+        paced_until_ = peers_.deferred_until();
+        rate_limited_paths_ = 0;
+        if (fill_any(next_rank_, config_.world) || fill_any(0, next_rank_)) return true;
+    } while (retry_transmit_);
 #ifdef STORM_CHECK_TIMERS
     check_quiet(now);
 #endif
@@ -68,7 +69,7 @@ void Core::transmitted(const Batch& batch, Nanos now) {
 
 bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
     for (Link& link : peer.links) {
-        if (held_[link.index]) continue;
+        if (socket_full_[link.index]) continue;
         if (fill_report(batch, peer, link, now)) return true;
         if (!link.asks || peer.left()) continue;
         link.asks = false;
@@ -77,7 +78,7 @@ bool Core::fill_control(Batch& batch, Peer& peer, Nanos now) {
         return true;
     }
     for (const std::uint8_t path : peer.links.order(now)) {
-        if (!held_[path]) return fill_words(batch, peer, peer.links[path], now);
+        if (!socket_full_[path]) return fill_messages(batch, peer, peer.links[path], now);
     }
     return false;
 }
@@ -96,11 +97,11 @@ bool Core::fill_report(Batch& batch, Peer& peer, Link& link, Nanos now) {
 }
 
 // Controls and notes, which any path may carry.
-bool Core::fill_words(Batch& batch, Peer& peer, Link& link, Nanos now) {
+bool Core::fill_messages(Batch& batch, Peer& peer, Link& link, Nanos now) {
     Header header{};
     Flight flight{};
     std::array<std::byte, Report::fixed_bytes + 8 * Report::max_words> body;
-    std::span<const std::byte> says;
+    std::span<const std::byte> body_bytes;
     std::vector<std::byte> note;
     if (!peer.controls.empty()) {
         const Control what = peer.controls.pop();
@@ -108,23 +109,23 @@ bool Core::fill_words(Batch& batch, Peer& peer, Link& link, Nanos now) {
         header.flags = flight.flags = what.flags;
         header.channel = flight.channel = what.channel;
         header.seq = flight.seq = what.seq;
-        flight.blame = what.blame;
+        flight.failure_cause = what.failure_cause;
         // Who gets no answer asks for several: they, too, may be lost in a burst.
         if (what.kind == Kind::ping) header.chunk = link.out.probes();
-        if (what.kind == Kind::bye || what.kind == Kind::failed) write_blame(what.blame, header);
-        if (what.kind == Kind::bye) says = std::span(body).first(write_last_reports(peer, body, now));
+        if (what.kind == Kind::bye || what.kind == Kind::failed) write_failure_cause(what.failure_cause, header);
+        if (what.kind == Kind::bye) body_bytes = std::span(body).first(write_last_reports(peer, body, now));
         flight.settled = peer.silent();  // nobody waits for the answer of a silent peer
-    } else if (!peer.notes.empty()) {
+    } else if (!peer.view_messages.empty()) {
         header.kind = Kind::note;
-        note = std::move(peer.notes.front());
-        peer.notes.pop_front();
-        says = note;
+        note = std::move(peer.view_messages.front());
+        peer.view_messages.pop_front();
+        body_bytes = note;
         flight.settled = true;  // nor are notes
     } else {
         return false;
     }
     flight.kind = header.kind;
-    send_control(batch, peer, link, header, flight, says, 0, now);
+    send_control(batch, peer, link, header, flight, body_bytes, 0, now);
     return true;
 }
 
@@ -145,17 +146,17 @@ std::size_t Core::write_last_reports(Peer& peer, std::span<std::byte> body, Nano
 }
 
 void Core::send_control(Batch& batch, Peer& peer, Link& link, Header header, Flight flight,
-                        std::span<const std::byte> says, unsigned urgent, Nanos now) {
+                        std::span<const std::byte> body_bytes, unsigned urgent, Nanos now) {
     header.source = source(link);
     header.cookie = seal_.visible_cookie();
-    flight.bytes = static_cast<std::uint32_t>(header_bytes + says.size());
+    flight.bytes = static_cast<std::uint32_t>(header_bytes + body_bytes.size());
     batch.begin(peer.rank, Batch::max_bytes, link.index);
     const LinkState state{.loss = link.out.loss(), .lossy = link.out.lossy(), .probes = link.out.probes()};
     for (unsigned copy = copies_of(header.kind, urgent, state); copy > 0; --copy) {
         // Only the last copy is watched: the link counts the control once.
         Flight each = flight;
         each.settled = flight.settled || copy > 1;
-        add_datagram(batch, link, each, header, says, now);
+        add_datagram(batch, link, each, header, body_bytes, now);
     }
 }
 
@@ -163,8 +164,8 @@ void Core::send_control(Batch& batch, Peer& peer, Link& link, Header header, Fli
 bool Core::fill_probe(Batch& batch, Peer& peer, Nanos now) {
     if (!peer.explores_path()) return false;
     for (Link& link : peer.links) {
-        if (link.down || held_[link.index]) continue;
-        const std::size_t bytes = link.path.take_probe(!peer.queue.empty(), link.out.patience(), now);
+        if (link.down || socket_full_[link.index]) continue;
+        const std::size_t bytes = link.path.take_probe(!peer.queue.empty(), link.out.probe_timeout(), now);
         if (bytes == 0) continue;
         ++counters_.path_probes;
         const std::vector<std::byte> filling(bytes - header_bytes - seal_.overhead_bytes());
@@ -180,10 +181,10 @@ Link* Core::choose(Peer& peer, const Outgoing& message, std::size_t& chunks, Nan
     const Links::Order order = peer.links.order(now);
     for (const std::uint8_t path : order) {
         Link& link = peer.links[path];
-        if (held_[path]) continue;
+        if (socket_full_[path]) continue;
         // Little is left: a path that takes longer, or does not answer, would only delay the end of it.
         if (path != order.paths[0] && peer.queue.size() == 1 &&
-            peer.links.better_without(link, order, message.waiting() * message.cut.chunk_bytes, now))
+            peer.links.better_without(link, order, message.waiting() * message.layout.chunk_bytes, now))
             break;
         chunks = admit(link, message, now);
         if (chunks > 0) return &link;
@@ -192,11 +193,11 @@ Link* Core::choose(Peer& peer, const Outgoing& message, std::size_t& chunks, Nan
 }
 
 // Has the peer report at once what it lacks, on each path that loses much.
-void Core::ask_for_losses(Peer& peer) {
+void Core::request_loss_reports(Peer& peer) {
     for (Link& link : peer.links) {
         if (link.down || !link.out.lossy()) continue;
         if (!peer.links.several()) {
-            peer.say({.kind = Kind::ping});
+            peer.queue_control({.kind = Kind::ping});
         } else if (link.out.in_flight_bytes() > 0) {
             link.asks = true;
         }
@@ -205,10 +206,11 @@ void Core::ask_for_losses(Peer& peer) {
 
 // How many chunks of the message credit and rate let go now; they are then counted as sent.
 std::size_t Core::admit(Link& link, const Outgoing& message, Nanos now) {
-    const std::size_t chunk = std::min<std::size_t>(chunk_bytes_, message.cut.bytes);
-    const PieceCut cut = link.cut(chunk, seal_.overhead_bytes());
-    const std::size_t overhead = header_bytes + seal_.overhead_bytes() + (cut.count > 1 ? PiecePrefix::wire_bytes : 0);
-    const std::size_t segment = chunk + cut.count * overhead;
+    const std::size_t chunk = std::min<std::size_t>(chunk_bytes_, message.layout.bytes);
+    const PieceLayout layout = link.layout(chunk, seal_.overhead_bytes());
+    const std::size_t overhead =
+        header_bytes + seal_.overhead_bytes() + (layout.count > 1 ? PiecePrefix::wire_bytes : 0);
+    const std::size_t segment = chunk + layout.count * overhead;
     if (!link.out.window_open(segment)) return 0;
     Pacer* const shared = shared_pacers_.empty() ? nullptr : &shared_pacers_[link.index];
     // A batch is a burst: paced by a fixed rate, it lasts a millisecond.
@@ -217,16 +219,16 @@ std::size_t Core::admit(Link& link, const Outgoing& message, Nanos now) {
     const std::size_t limit =
         std::min({std::size_t{Batch::max_bytes}, paced, std::max<std::size_t>(link.out.window_bytes(), segment)});
     // The pieces of a chunk are a batch by themselves, as the last of them may be shorter.
-    const std::size_t most = cut.count > 1 ? 1 : Batch::max_segments;
+    const std::size_t most = layout.count > 1 ? 1 : Batch::max_segments;
     const std::size_t segments = std::clamp<std::size_t>(std::min(limit / segment, message.waiting()), 1, most);
     const std::size_t bytes = segments * segment;
     const bool admitted = shared != nullptr
                               ? shared->try_send(bytes, now)
-                              : link.rate.try_send(bytes, link.out.in_flight_bytes(), now, link.out.dark(now));
+                              : link.rate.try_send(bytes, link.out.in_flight_bytes(), now, link.out.ack_overdue(now));
     if (admitted) return segments;
-    if (shared != nullptr) shut_paths_ |= 1U << link.index;
+    if (shared != nullptr) rate_limited_paths_ |= 1U << link.index;
     const Nanos paced_at = shared != nullptr ? shared->next_send_at(now) : link.rate.next_send_at(now);
-    refused_until_ = std::min(refused_until_, paced_at == never ? link.out.dark_at() : paced_at);
+    deferred_until_ = std::min(deferred_until_, paced_at == never ? link.out.ack_overdue_at() : paced_at);
     return 0;
 }
 
@@ -239,17 +241,17 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
 
     if (!message->encoding && wants_parity(peer, *message)) message->encoding = begin_coding(*message);
     const bool copies =
-        seal_.encrypts() || message->encoding || link.cut(chunk_bytes_, seal_.overhead_bytes()).count > 1;
+        seal_.encrypts() || message->encoding || link.layout(chunk_bytes_, seal_.overhead_bytes()).count > 1;
     batch.begin(peer.rank, copies ? Batch::max_bytes + max_datagram_bytes : 0, link.index);
     while (batch.segments() < chunks && message->sendable()) {
-        const bool echo = message->only_echoes();
-        const bool repair = echo || !message->repairs.empty();
+        const bool is_extra_copy = message->only_extra_copies();
+        const bool repair = is_extra_copy || !message->repairs.empty();
         if (!repair && message->parity_due() > 0) {
             if (!batch.takes(message->encoding->shape().parity_bytes + header_bytes + seal_.overhead_bytes())) break;
             add_parity(batch, peer, link, *message, now);
             continue;
         }
-        std::deque<std::uint32_t>& again = echo ? message->echoes : message->repairs;
+        std::deque<std::uint32_t>& again = is_extra_copy ? message->extra_copies : message->repairs;
         const std::uint32_t chunk = repair ? again.front() : message->chunk_at(message->cursor);
         if (repair && message->acked_chunks.test(chunk)) {
             again.pop_front();
@@ -258,13 +260,13 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         if (!repair && message->next_is_missing()) {
             if (message->encoding) {
                 for (const std::uint32_t each : message->encoding->on_skipped(chunk))
-                    send_again(peer, *message, each, now);
+                    retransmit(peer, *message, each, now);
             }
             message->skip_missing();
-            if (message->first_pass_over()) peer.say(message->end());
+            if (message->first_pass_over()) peer.queue_control(message->end());
             continue;
         }
-        if (!batch.takes(message->cut.size(chunk) + header_bytes + seal_.overhead_bytes())) break;
+        if (!batch.takes(message->layout.size(chunk) + header_bytes + seal_.overhead_bytes())) break;
         std::uint8_t flags = stage_flag(message->second_stage);
         if (message->encoding) {
             if (!repair) plan_parity(peer, *message, chunk);
@@ -274,7 +276,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         if (repair) {
             again.pop_front();
             flags |= flag_repair;
-            if (!echo) ++message->repaired;  // a measure of loss, of which copies say nothing
+            if (!is_extra_copy) ++message->repaired;  // a measure of loss, of which copies say nothing
             ++counters_.repaired;
         } else {
             ++message->cursor;
@@ -284,11 +286,11 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
             message->first_pass_over() && message->parity_due() == 0 && (message->lossless() ? again.empty() : !repair);
         if (is_last) flags |= flag_last;
         add_chunk(batch, link, *message, chunk, flags, now);
-        if (is_last && !message->lossless()) peer.say(message->end());
+        if (is_last && !message->lossless()) peer.queue_control(message->end());
         if (batch.ended()) break;
     }
     if (batch.segments() == 0) {
-        again_ = true;
+        retry_transmit_ = true;
         message->release_if_done();
         settle(*message->exchange, now);
         return false;
@@ -296,7 +298,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
     if (!message->sendable() && peer.queue.size() == 1) {
         for (Link& each : peer.links) each.out.on_app_limited();
         // Nothing follows that would show which of the last datagrams are lost: ask now, without waiting for the probe.
-        if (message->lossless() && message->first_pass_over()) ask_for_losses(peer);
+        if (message->lossless() && message->first_pass_over()) request_loss_reports(peer);
     }
     repair_before_parity(peer, *message, now);
     ++message->pins;
@@ -305,7 +307,7 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
 }
 
 void Core::add_chunk(Batch& batch, Link& link, Outgoing& message, std::uint32_t chunk, std::uint8_t flags, Nanos now) {
-    const std::uint32_t size = message.cut.size(chunk);
+    const std::uint32_t size = message.layout.size(chunk);
     Flight flight{.bytes = static_cast<std::uint32_t>(size + header_bytes + seal_.overhead_bytes()),
                   .kind = Kind::data,
                   .flags = flags,
@@ -321,32 +323,32 @@ void Core::add_chunk(Batch& batch, Link& link, Outgoing& message, std::uint32_t 
                   .chunk = chunk,
                   .message_bytes = static_cast<std::uint32_t>(message.announced)};
     const std::span<const std::byte> payload = message.payload(chunk);
-    const PieceCut cut = link.cut(size, seal_.overhead_bytes());
-    if (cut.count == 1) {
-        add_datagram(batch, link, flight, header, payload, now, message.checks.get());
+    const PieceLayout layout = link.layout(size, seal_.overhead_bytes());
+    if (layout.count == 1) {
+        add_datagram(batch, link, flight, header, payload, now, message.checksums.get());
         return;
     }
     header.flags |= flag_piece;
     const std::size_t overhead = header_bytes + seal_.overhead_bytes() + PiecePrefix::wire_bytes;
-    std::vector<std::byte> body(PiecePrefix::wire_bytes + cut.bytes);
-    for (std::size_t piece = 0; piece < cut.count; ++piece) {
+    std::vector<std::byte> body(PiecePrefix::wire_bytes + layout.bytes);
+    for (std::size_t piece = 0; piece < layout.count; ++piece) {
         write_piece({.index = static_cast<std::uint16_t>(piece),
-                     .count = static_cast<std::uint16_t>(cut.count),
+                     .count = static_cast<std::uint16_t>(layout.count),
                      .chunk_bytes = size},
                     std::span(body).first<PiecePrefix::wire_bytes>());
-        const std::span<const std::byte> part = payload.subspan(cut.begin(piece), cut.size(piece));
+        const std::span<const std::byte> part = payload.subspan(layout.begin(piece), layout.size(piece));
         std::copy(part.begin(), part.end(), body.begin() + PiecePrefix::wire_bytes);
         flight.bytes = static_cast<std::uint32_t>(part.size() + overhead);
-        flight.more = piece + 1 < cut.count;
+        flight.more = piece + 1 < layout.count;
         ++counters_.pieces;
         add_datagram(batch, link, flight, header, {body.data(), PiecePrefix::wire_bytes + part.size()}, now);
     }
 }
 
 void Core::add_datagram(Batch& batch, Link& link, const Flight& flight, const Header& header,
-                        std::span<const std::byte> payload, Nanos now, Checks* checks) {
+                        std::span<const std::byte> payload, Nanos now, ChunkChecksums* checksums) {
     const std::uint64_t number = link.out.depart(flight, now);
-    const std::size_t bytes = batch.add(seal_, number, header, payload, checks);
+    const std::size_t bytes = batch.add(seal_, number, header, payload, checksums);
     counters_.bytes_sent += bytes;
     link.bytes_sent += bytes;
     peaks_.sent(bytes, now);
@@ -354,18 +356,18 @@ void Core::add_datagram(Batch& batch, Link& link, const Flight& flight, const He
 }
 
 // All links of a path share the endpoint's line there, so each gets as much of it as it still has to carry.
-void Core::share_line(Nanos now) {
-    line_.begin(now);
+void Core::share_bottleneck(Nanos now) {
+    bottleneck_.begin(now);
     for (const auto& [key, exchange] : exchanges_.active()) {
         for (const Outgoing& message : exchange->sends) {
-            if (!message.wanted || passes(message.peer)) continue;
-            const std::uint64_t chunks = message.cut.chunks - message.cursor + message.repairs.size();
+            if (!message.wanted || uses_shared_memory(message.peer)) continue;
+            const std::uint64_t chunks = message.layout.chunks - message.cursor + message.repairs.size();
             const Nanos deadline = exchange->stage(message.second_stage).deadline;
-            line_.add(message.peer, chunks * message.cut.chunk_bytes,
-                      deadline == never ? never : deadline - exchange->outcome.started);
+            bottleneck_.add(message.peer, chunks * message.layout.chunk_bytes,
+                            deadline == never ? never : deadline - exchange->outcome.started);
         }
     }
-    line_.share([&](std::uint16_t peer, double share, std::size_t busy, Nanos deadline) {
+    bottleneck_.share([&](std::uint16_t peer, double share, std::size_t busy, Nanos deadline) {
         for (Link& link : peers_[peer].links) link.rate.set_share(share, busy, deadline);
     });
 }

@@ -25,7 +25,7 @@ void Batch::add_part(const void* data, std::size_t bytes) {
 }
 
 std::size_t Batch::add(Seal& seal, std::uint64_t number, Header header, std::span<const std::byte> payload,
-                       Checks* checks) {
+                       ChunkChecksums* checksums) {
     const std::size_t size = header_bytes + payload.size() + seal.overhead_bytes();
     if (segments_ == max_segments || !takes(size)) throw std::logic_error("a batch holds 64 equal segments at most");
     header.number = static_cast<std::uint32_t>(number);
@@ -49,11 +49,11 @@ std::size_t Batch::add(Seal& seal, std::uint64_t number, Header header, std::spa
         add_part(out.data(), out.size());
     } else {
         std::uint32_t check = 0;
-        if (checks == nullptr) {
+        if (checksums == nullptr) {
             check = seal.data_check(payload);
         } else {
-            if (checks->known.set(header.chunk)) checks->values[header.chunk] = seal.data_check(payload);
-            check = checks->values[header.chunk];
+            if (checksums->known.set(header.chunk)) checksums->values[header.chunk] = seal.data_check(payload);
+            check = checksums->values[header.chunk];
         }
         seal.protect(wire_header, peer_, check);
         add_part(payload.data(), payload.size());

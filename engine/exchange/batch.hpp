@@ -19,7 +19,7 @@
 namespace storm {
 
 class Seal;
-struct Checks;
+struct ChunkChecksums;
 
 class Batch {
 public:
@@ -38,14 +38,14 @@ public:
     }
     // A datagram shorter than the others is here, so none may follow.
     [[nodiscard]] bool ended() const { return bytes_ < segments_ * segment_bytes_; }
-    // Adds a datagram under its packet number, sealed or with a check, and returns its size on the wire. `checks` holds
+    // Adds a datagram under its packet number, sealed or with a check, and returns its size on the wire. `checksums` holds
     // the checksums of the payload's chunks, where several messages share them.
     std::size_t add(Seal& seal, std::uint64_t number, Header header, std::span<const std::byte> payload,
-                    Checks* checks = nullptr);
+                    ChunkChecksums* checksums = nullptr);
     // The batch points into this message's buffer.
     void pin(SlotRef message) { pinned_ = message; }
     // The interface does not take datagrams of this size: they are lost.
-    void refuse() { too_large_ = true; }
+    void mark_too_large() { too_large_ = true; }
 
     [[nodiscard]] std::uint16_t peer() const { return peer_; }
     [[nodiscard]] std::uint8_t path() const { return path_; }

@@ -4,7 +4,7 @@
 
 namespace storm {
 
-Exchange::Exchange(const ExchangeSpec& spec, std::size_t chunk_bytes, Blocks& blocks, Nanos now)
+Exchange::Exchange(const ExchangeSpec& spec, std::size_t chunk_bytes, BlockPool& blocks, Nanos now)
     : channel(spec.channel), seq(spec.seq), timeout_at(spec.timeout_at), view(spec.view), stages_(spec.stages) {
     outcome.started = now;
     if (spec.reduction) {
@@ -15,32 +15,33 @@ Exchange::Exchange(const ExchangeSpec& spec, std::size_t chunk_bytes, Blocks& bl
     }
     sends.reserve(spec.sends.size());
     for (const SendSpec& send : spec.sends) {
-        Outgoing& message = sends.emplace_back(Cut(send.bytes, chunk_bytes, channel, seq));
+        Outgoing& message = sends.emplace_back(ChunkLayout(send.bytes, chunk_bytes, channel, seq));
         message.exchange = this;
         message.peer = send.peer;
         message.second_stage = send.second_stage;
         message.data = send.data;
         message.announced = send.whole == 0 ? send.bytes : send.whole;
-        message.allowed = message.cut.allowed(stage(send.second_stage).budget);
+        message.allowed = message.layout.allowed(stage(send.second_stage).budget);
         if (send.second_stage && reduction) {
             message.source = reduction.get();
             if (spec.reduction->mode == Reduce::copy)
-                message.reserved = std::min(message.allowed, message.cut.allowed(stage(false).budget));
+                message.reserved = std::min(message.allowed, message.layout.allowed(stage(false).budget));
         }
         for (Outgoing& other : sends) {
-            if (&other == &message || other.data != message.data || other.cut.bytes != message.cut.bytes) continue;
-            if (!other.checks) other.checks = std::make_shared<Checks>(message.cut.chunks);
-            message.checks = other.checks;
+            if (&other == &message || other.data != message.data || other.layout.bytes != message.layout.bytes)
+                continue;
+            if (!other.checksums) other.checksums = std::make_shared<ChunkChecksums>(message.layout.chunks);
+            message.checksums = other.checksums;
             break;
         }
     }
     receives.reserve(spec.receives.size());
     std::uint32_t contributor = 0;
     for (const ReceiveSpec& receive : spec.receives) {
-        Incoming& message = receives.emplace_back(Cut(receive.bytes, chunk_bytes, channel, seq));
+        Incoming& message = receives.emplace_back(ChunkLayout(receive.bytes, chunk_bytes, channel, seq));
         message.peer = receive.peer;
         message.second_stage = receive.second_stage;
-        message.allowed = message.cut.allowed(stage(receive.second_stage).budget);
+        message.allowed = message.layout.allowed(stage(receive.second_stage).budget);
         message.into = receive.into;
         message.announced = receive.whole == 0 ? receive.bytes : receive.whole;
         if (receive.reduce) {
@@ -72,7 +73,7 @@ bool Exchange::waits_for(std::uint16_t peer) const {
                        [&](const Incoming& m) { return m.peer == peer && !m.closed; });
 }
 
-bool Exchange::with(std::uint16_t peer) const {
+bool Exchange::involves(std::uint16_t peer) const {
     const auto of_peer = [&](const auto& message) { return message.peer == peer; };
     return std::any_of(sends.begin(), sends.end(), of_peer) || std::any_of(receives.begin(), receives.end(), of_peer);
 }
@@ -82,12 +83,12 @@ bool Exchange::finished() const {
            std::all_of(sends.begin(), sends.end(), [](const Outgoing& m) { return m.released; });
 }
 
-void Exchange::fail(Status status, std::uint16_t peer, std::uint64_t missing_bytes, Blame blame) {
+void Exchange::fail(Status status, std::uint16_t peer, std::uint64_t missing_bytes, FailureCause failure_cause) {
     if (!running()) return;
     outcome.status = status;
     outcome.peer = peer;
     outcome.missing_bytes = missing_bytes;
-    outcome.blame = blame ? blame : Blame{peer, status};
+    outcome.failure_cause = failure_cause ? failure_cause : FailureCause{peer, status};
 }
 
 bool Exchange::pinned() const {
@@ -102,19 +103,19 @@ void Exchange::conclude(Status status, Nanos now) {
     for (const Incoming& message : receives) {
         outcome.arrivals.push_back({.peer = message.peer,
                                     .second_stage = message.second_stage,
-                                    .chunks = message.cut.chunks,
+                                    .chunks = message.layout.chunks,
                                     .arrived = message.arrived_count,
                                     .recovered = message.recovered,
-                                    .bytes = message.cut.bytes,
+                                    .bytes = message.layout.bytes,
                                     .missing_bytes = message.missing_bytes(),
                                     .mask = message.arrived.words()});
     }
     if (reduction) outcome.counts = reduction->counts();
 }
 
-bool Exchange::take_news() {
-    if (!reduction || reduction->final_chunks().size() == announced_) return false;
-    announced_ = reduction->final_chunks().size();
+bool Exchange::take_new_final_chunks() {
+    if (!reduction || reduction->final_chunks().size() == announced_final_) return false;
+    announced_final_ = reduction->final_chunks().size();
     return true;
 }
 

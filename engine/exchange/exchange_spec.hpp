@@ -66,7 +66,7 @@ struct Arrival {
 struct Outcome {
     Status status{Status::running};
     std::uint16_t peer{};                               // the peer at which the error showed
-    Blame blame{};                                      // whose fault it was: that peer's, or whoever that peer blames
+    FailureCause failure_cause{};                       // whose fault it was: that peer's, or whoever that peer blames
     std::uint64_t missing_bytes{};                      // bytes that the peer had not sent, or not acknowledged
     std::uint64_t expected_bytes{}, announced_bytes{};  // size_mismatch
     std::uint32_t repaired{};  // chunks of ours that were lost and sent again, or that parity made up for

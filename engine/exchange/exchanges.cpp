@@ -40,22 +40,22 @@ void Exchanges::end(Exchange& exchange) {
     std::unique_ptr<Exchange> owned = std::move(found->second);
     active_.erase(found);
     if (exchange.pinned()) {
-        leaving_.push_back(std::move(owned));
+        ended_pinned_.push_back(std::move(owned));
     } else {
         finished_.push_back({.id = exchange.id, .outcome = std::move(exchange.outcome)});
     }
 }
 
-void Exchanges::hasten(Exchange& exchange, Timers::Owner timer, Nanos at) {
-    exchange.timers.hasten(timer, at);
-    timers_.hasten(exchange.slot, at);
+void Exchanges::set_earlier(Exchange& exchange, Timers::Owner timer, Nanos at) {
+    exchange.timers.set_earlier(timer, at);
+    timers_.set_earlier(exchange.slot, at);
 }
 
 void Exchanges::unpinned(Exchange& exchange) {
-    const auto found =
-        std::find_if(leaving_.begin(), leaving_.end(), [&](const auto& each) { return each.get() == &exchange; });
+    const auto found = std::find_if(ended_pinned_.begin(), ended_pinned_.end(),
+                                    [&](const auto& each) { return each.get() == &exchange; });
     finished_.push_back({.id = exchange.id, .outcome = std::move(exchange.outcome)});
-    leaving_.erase(found);
+    ended_pinned_.erase(found);
 }
 
 std::optional<Exchanges::Finished> Exchanges::take_finished() {

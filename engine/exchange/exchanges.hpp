@@ -41,7 +41,7 @@ public:
 
     // One entry per exchange under way: the earliest of its own timers. Early entries are corrected, as `Timers` does.
     // A timer of an exchange becomes earlier.
-    void hasten(Exchange& exchange, Timers::Owner timer, Nanos at);
+    void set_earlier(Exchange& exchange, Timers::Owner timer, Nanos at);
     // `true_time(exchange, timer)`: when that timer of the exchange is due.
     template <class TrueTime>
     [[nodiscard]] Nanos next_timer(TrueTime&& true_time);
@@ -61,7 +61,7 @@ private:
 
     ByKey active_;
     std::unordered_map<std::uint64_t, Exchange*> by_id_;
-    std::vector<std::unique_ptr<Exchange>> leaving_;  // ended, but pinned
+    std::vector<std::unique_ptr<Exchange>> ended_pinned_;  // ended, but pinned
     std::deque<Finished> finished_;
     std::vector<Exchange*> by_slot_;  // null where free
     std::vector<std::uint32_t> free_slots_;

@@ -78,7 +78,7 @@ ExchangeSpec Lanes::part_of(const ExchangeSpec& spec, std::size_t lane) const {
     return part;
 }
 
-void join(Outcome& whole, Outcome&& part) {
+void merge_outcome(Outcome& whole, Outcome&& part) {
     const auto weight = [](Status status) {
         if (status == Status::ok) return 0;
         return status == Status::closed ? 1 : 2;
@@ -86,7 +86,7 @@ void join(Outcome& whole, Outcome&& part) {
     if (weight(part.status) > weight(whole.status)) {
         whole.status = part.status;
         whole.peer = part.peer;
-        whole.blame = part.blame;
+        whole.failure_cause = part.failure_cause;
         whole.missing_bytes = part.missing_bytes;
         whole.expected_bytes = part.expected_bytes;
         whole.announced_bytes = part.announced_bytes;

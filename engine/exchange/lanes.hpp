@@ -37,6 +37,6 @@ struct Lanes {
 
 // Adds the outcome of the next lane's part to that of the lanes before it. An error outweighs success, and an earlier
 // error a later one; parts that were cancelled because of another's error count least.
-void join(Outcome& whole, Outcome&& part);
+void merge_outcome(Outcome& whole, Outcome&& part);
 
 }  // namespace storm

@@ -23,7 +23,8 @@ std::uint32_t mix(std::uint32_t channel, std::uint32_t seq) {
 
 }  // namespace
 
-Cut::Cut(std::uint64_t message_bytes, std::size_t bytes_per_chunk, std::uint32_t channel, std::uint32_t seq)
+ChunkLayout::ChunkLayout(std::uint64_t message_bytes, std::size_t bytes_per_chunk, std::uint32_t channel,
+                         std::uint32_t seq)
     : bytes(message_bytes), chunk_bytes(static_cast<std::uint32_t>(bytes_per_chunk)) {
     chunks = bytes == 0 ? 1 : static_cast<std::uint32_t>((bytes + chunk_bytes - 1) / chunk_bytes);
     start = mix(channel, seq) % chunks;
@@ -35,11 +36,11 @@ Control Outgoing::end() const {
 
 void Outgoing::skip_missing() {
     ++cursor;
-    ++given_up;
+    ++unrepaired;
     if (reserved > 0) --reserved;
 }
 
-unsigned copies_at_the_end(double chunks, double loss, double chunk_s, double trip_s) {
+unsigned tail_loss_copies(double chunks, double loss, double chunk_s, double trip_s) {
     constexpr unsigned most = 6;
     unsigned best = 1;
     double least_s = std::numeric_limits<double>::infinity();
@@ -57,7 +58,7 @@ unsigned copies_at_the_end(double chunks, double loss, double chunk_s, double tr
 void Outgoing::release() {
     wanted = false;
     repairs.clear();
-    echoes.clear();
+    extra_copies.clear();
     if (pins == 0) released = true;
 }
 
@@ -65,7 +66,7 @@ void Outgoing::release_if_done() {
     if (released || pins > 0) return;
     // A chunk that was given up and then acknowledged after all counts twice; that does no harm once all were sent.
     // What the receiver only can decode is not settled before it has said so.
-    const bool settled_all = (never_repaired() || acked + given_up >= cut.chunks) && parity_due() == 0;
+    const bool settled_all = (never_repaired() || acked + unrepaired >= layout.chunks) && parity_due() == 0;
     if (!wanted || (first_pass_over() && settled_all)) release();
 }
 
@@ -77,31 +78,32 @@ bool Incoming::accept(std::uint32_t chunk, std::span<const std::byte> payload) {
     if (reduction != nullptr) {
         reduction->contribute(contributor, chunk, payload);
     } else if (!payload.empty()) {
-        place(into + std::size_t{chunk} * cut.chunk_bytes, payload.data(), payload.size(), cut.bytes >= large_bytes);
+        copy_streaming(into + std::size_t{chunk} * layout.chunk_bytes, payload.data(), payload.size(),
+                       layout.bytes >= large_bytes);
     }
-    if (reduction != nullptr && allowed == cut.chunks) {
+    if (reduction != nullptr && allowed == layout.chunks) {
         // Chunks are sent once, in a known order: those well behind this one are lost.
-        std::uint32_t ordinal = cut.ordinal(chunk);
+        std::uint32_t ordinal = layout.ordinal(chunk);
         if (decoding && ordinal >= reorder_margin) {
             // Parity follows its stretch: chunks of stretches before this one are lost, others may yet be decoded.
             const std::uint32_t stretch = decoding->shape().stretch_of(ordinal - reorder_margin);
             ordinal = decoding->shape().begin(stretch) + reorder_margin;
         }
-        while (settled_upto + reorder_margin < ordinal) give_up(cut.at(settled_upto++));
+        while (settled_upto + reorder_margin < ordinal) mark_missing(layout.at(settled_upto++));
     }
-    if (arrived_count == cut.chunks) closed = true;
+    if (arrived_count == layout.chunks) closed = true;
     return true;
 }
 
-void Incoming::give_up(std::uint32_t chunk) {
-    if (settled.set(chunk) && reduction != nullptr) reduction->give_up(contributor, chunk);
+void Incoming::mark_missing(std::uint32_t chunk) {
+    if (settled.set(chunk) && reduction != nullptr) reduction->mark_missing(contributor, chunk);
 }
 
 void Incoming::close() {
     if (closed) return;
     closed = true;
     decoding.reset();
-    for (std::uint32_t chunk = 0; chunk < cut.chunks; ++chunk) give_up(chunk);
+    for (std::uint32_t chunk = 0; chunk < layout.chunks; ++chunk) mark_missing(chunk);
 }
 
 }  // namespace storm

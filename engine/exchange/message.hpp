@@ -11,8 +11,8 @@
 
 #include "base/bitmap.hpp"
 #include "base/clock.hpp"
-#include "coding/coding.hpp"
 #include "coding/chunk_layout.hpp"
+#include "coding/coding.hpp"
 #include "math/reduction.hpp"
 #include "wire/controls.hpp"
 #include "wire/slots.hpp"
@@ -22,16 +22,16 @@ namespace storm {
 class Exchange;
 
 // Checksums of the chunks of data that goes to several peers: each is computed once.
-struct Checks {
+struct ChunkChecksums {
     Bitmap known;
     std::vector<std::uint32_t> values;
 
-    explicit Checks(std::uint32_t chunks) : known(chunks), values(chunks) {}
+    explicit ChunkChecksums(std::uint32_t chunks) : known(chunks), values(chunks) {}
 };
 
 // How often to send each of the last chunks of a message that were lost, so that it is soon complete: every copy costs its
 // time on the line, `chunk_s`, and a chunk of which all are lost costs another round trip.
-[[nodiscard]] unsigned copies_at_the_end(double chunks, double loss, double chunk_s, double trip_s);
+[[nodiscard]] unsigned tail_loss_copies(double chunks, double loss, double chunk_s, double trip_s);
 
 // A message to a peer.
 struct Outgoing {
@@ -39,21 +39,21 @@ struct Outgoing {
     std::uint16_t peer{};
     bool second_stage{};
     const std::byte* data{};
-    Cut cut;
+    ChunkLayout layout;
     std::uint64_t announced{};  // bytes of the whole message, of which lanes carry parts: both sides must agree on it
     std::uint32_t allowed{};    // chunks that may be missing in the end
     std::uint32_t reserved{};  // the part of `allowed` kept for chunks that never reached us and so cannot be passed on
-    const Reduction* source{};       // second stage: only its final chunks can be sent
-    std::shared_ptr<Checks> checks;  // shared with other messages of the same data, if there are any
-    SlotRef ref;                     // how flights and batches name it
+    const Reduction* source{};                  // second stage: only its final chunks can be sent
+    std::shared_ptr<ChunkChecksums> checksums;  // shared with other messages of the same data, if there are any
+    SlotRef ref;                                // how flights and batches name it
 
     std::uint32_t cursor{};  // chunks of the first pass that were sent or skipped
-    std::uint32_t acked{}, given_up{}, repaired{};
+    std::uint32_t acked{}, unrepaired{}, repaired{};
     std::uint64_t eager_bytes{};  // bytes sent in the first pass so far
     Bitmap acked_chunks;
-    std::deque<std::uint32_t> repairs;  // chunks to send again
-    std::deque<std::uint32_t> echoes;   // further copies of repairs, for when there is nothing else to send
-    unsigned pins{};                    // batches that still point into `data`
+    std::deque<std::uint32_t> repairs;       // chunks to send again
+    std::deque<std::uint32_t> extra_copies;  // further copies of repairs, for when there is nothing else to send
+    unsigned pins{};                         // batches that still point into `data`
     Nanos blocked_from{};  // since when to count losses, as a patient exchange goes on after a blocked path
     bool ready{};          // the receiver has posted: no eager limit
     bool parked{};         // the receiver had no room: hold until it is ready
@@ -62,29 +62,29 @@ struct Outgoing {
     bool released{};       // the caller may use its buffer again
     std::unique_ptr<Encoding> encoding;  // its parity, once it is looked at whether any pays
 
-    explicit Outgoing(const Cut& c) : cut(c), acked_chunks(c.chunks) {}
-    [[nodiscard]] bool first_pass_over() const { return cursor == cut.chunks; }
+    explicit Outgoing(const ChunkLayout& c) : layout(c), acked_chunks(c.chunks) {}
+    [[nodiscard]] bool first_pass_over() const { return cursor == layout.chunks; }
     // Chunks that could be sent now.
     [[nodiscard]] std::size_t waiting() const {
-        return repairs.size() + echoes.size() + (source != nullptr ? source->final_chunks().size() : cut.chunks) -
-               cursor + parity_due();
+        return repairs.size() + extra_copies.size() +
+               (source != nullptr ? source->final_chunks().size() : layout.chunks) - cursor + parity_due();
     }
-    [[nodiscard]] bool only_echoes() const { return !echoes.empty() && waiting() == echoes.size(); }
+    [[nodiscard]] bool only_extra_copies() const { return !extra_copies.empty() && waiting() == extra_copies.size(); }
     [[nodiscard]] bool sendable() const { return wanted && !parked && waiting() > 0; }
     [[nodiscard]] std::size_t parity_due() const { return encoding ? encoding->due() : 0; }
     // Chunks that the receiver has, or can decode as far as we know.
     [[nodiscard]] std::uint32_t delivered() const { return acked + (encoding ? encoding->presumed() : 0); }
     // Chunk number `ordinal` of the first pass, in the order of sending.
     [[nodiscard]] std::uint32_t chunk_at(std::uint32_t ordinal) const {
-        return source != nullptr ? source->final_chunks()[ordinal] : cut.at(ordinal);
+        return source != nullptr ? source->final_chunks()[ordinal] : layout.at(ordinal);
     }
     [[nodiscard]] std::span<const std::byte> payload(std::uint32_t chunk) const {
-        return {data + std::size_t{chunk} * cut.chunk_bytes, cut.size(chunk)};
+        return {data + std::size_t{chunk} * layout.chunk_bytes, layout.size(chunk)};
     }
     [[nodiscard]] bool lossless() const { return allowed == 0; }
-    [[nodiscard]] bool never_repaired() const { return allowed == cut.chunks; }
+    [[nodiscard]] bool never_repaired() const { return allowed == layout.chunks; }
     [[nodiscard]] std::uint64_t unacked_bytes() const {
-        return cut.bytes - std::min<std::uint64_t>(std::uint64_t{acked} * cut.chunk_bytes, cut.bytes);
+        return layout.bytes - std::min<std::uint64_t>(std::uint64_t{acked} * layout.chunk_bytes, layout.bytes);
     }
     // The next chunk of the first pass never reached us, so its receivers have to do without it.
     [[nodiscard]] bool next_is_missing() const { return source != nullptr && source->counts()[chunk_at(cursor)] == 0; }
@@ -101,7 +101,7 @@ struct Outgoing {
 struct Incoming {
     std::uint16_t peer{};
     bool second_stage{};
-    Cut cut;
+    ChunkLayout layout;
     std::uint64_t announced{};  // bytes of the whole message, as of an Outgoing
     std::uint32_t allowed{};
     std::byte* into{};
@@ -115,21 +115,21 @@ struct Incoming {
     bool ended{};                  // the sender's first pass is over
     bool closed{};                 // nothing more is taken
     Nanos close_at{never};         // when to close, after a grace for chunks that the end overtook
-    Nanos ask_at{never};           // when to tell the sender again that we wait
-    Nanos ask_every{};
+    Nanos ready_at{never};         // when to tell the sender again that we wait
+    Nanos ready_every{};
     std::uint32_t recovered{};           // chunks that parity gave back
     std::unique_ptr<Decoding> decoding;  // once a chunk has come that says that parity follows, or parity itself
 
-    explicit Incoming(const Cut& c) : cut(c), arrived(c.chunks), settled(c.chunks) {}
-    [[nodiscard]] std::uint32_t missing() const { return cut.chunks - arrived_count; }
-    [[nodiscard]] std::uint64_t missing_bytes() const { return cut.bytes - arrived_bytes; }
+    explicit Incoming(const ChunkLayout& c) : layout(c), arrived(c.chunks), settled(c.chunks) {}
+    [[nodiscard]] std::uint32_t missing() const { return layout.chunks - arrived_count; }
+    [[nodiscard]] std::uint64_t missing_bytes() const { return layout.bytes - arrived_bytes; }
     // Takes a chunk whose size is right; false if it came too late or twice.
     bool accept(std::uint32_t chunk, std::span<const std::byte> payload);
     // Nothing more will be taken; the reduction goes on without the rest.
     void close();
 
 private:
-    void give_up(std::uint32_t chunk);
+    void mark_missing(std::uint32_t chunk);
 };
 
 }  // namespace storm

@@ -34,7 +34,7 @@ Outgoing* SendQueue::next(std::uint64_t eager_bytes) {
             messages_.erase(messages_.begin() + static_cast<std::ptrdiff_t>(i));
             continue;
         }
-        const bool within_eager = candidate->ready || !candidate->repairs.empty() || candidate->only_echoes() ||
+        const bool within_eager = candidate->ready || !candidate->repairs.empty() || candidate->only_extra_copies() ||
                                   candidate->parity_due() > 0 || candidate->eager_bytes < eager_bytes;
         if (candidate->sendable() && within_eager) return candidate;
         ++i;

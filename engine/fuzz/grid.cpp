@@ -47,7 +47,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         REQUIRE(std::isfinite(values[i]) || std::isnan(sums[i]));
     }
     if (elements == 0) return 0;
-    Blocks blocks(chunk_bytes, 1 << 20);
+    BlockPool blocks(chunk_bytes, 1 << 20);
     const bool as_sent = program.byte() % 2 == 0;
     Reduction reduction({.mode = Reduce::arrived,
                          .wire = dtype,
@@ -60,7 +60,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                         1, chunk_bytes, blocks);
     for (std::uint32_t chunk = 0; chunk < reduction.chunks(); ++chunk) {
         if (program.byte() % 4 == 0) {
-            reduction.give_up(0, chunk);
+            reduction.mark_missing(0, chunk);
         } else {
             const std::size_t first = chunk * chunk_bytes;
             reduction.contribute(0, chunk, {forged.get() + first, std::min(chunk_bytes, bytes - first)});

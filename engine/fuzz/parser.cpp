@@ -34,10 +34,10 @@ void check_header(const Header& header, std::span<const std::byte> bytes) {
     write_header(header, written);
     require(std::equal(written.begin(), written.end(), bytes.begin()));
     require(widen_number(header.number, 0) == header.number);
-    if (const auto blame = parse_blame(header, 4)) {
-        require(blame->culprit < 4 && (*blame || header.kind == Kind::bye));
+    if (const auto failure_cause = parse_failure_cause(header, 4)) {
+        require(failure_cause->culprit < 4 && (*failure_cause || header.kind == Kind::bye));
         Header same = header;
-        write_blame(*blame, same);
+        write_failure_cause(*failure_cause, same);
         require(same == header);
     }
     for (const std::uint64_t expected : {std::uint64_t{1}, std::uint64_t{header.seq} << 16, ~std::uint64_t{0} >> 1}) {

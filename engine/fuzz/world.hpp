@@ -29,12 +29,12 @@ struct Datagram {
 class World {
 public:
     // `pool_bytes`: half of it is room for what is kept until a block can be decoded.
-    World(std::uint16_t size, bool lies_allowed, std::size_t pool_bytes, std::uint8_t paths = 1)
+    World(std::uint16_t size, bool forgery_allowed, std::size_t pool_bytes, std::uint8_t paths = 1)
         : world_(size),
           paths_(paths),
-          lies_allowed_(lies_allowed),
+          forgery_allowed_(forgery_allowed),
           pool_bytes_(pool_bytes),
-          born_(size),
+          first_plan_(size),
           incarnations_(size),
           hostile_(size) {
         for (std::uint16_t rank = 0; rank < world_; ++rank) {
@@ -57,10 +57,10 @@ public:
             case 4: deliver(program.byte()); break;
             case 5: drop(program.byte()); break;
             case 6: duplicate(program.byte()); break;
-            case 7: bend(program); break;
+            case 7: flip_bit(program); break;
             case 8:
-                if (lies_allowed_ && operation / 12 % 2 == 0) forge(program, rank);
-                if (lies_allowed_ && operation / 12 % 2 == 1) forge_parity(program, rank);
+                if (forgery_allowed_ && operation / 12 % 2 == 0) forge(program, rank);
+                if (forgery_allowed_ && operation / 12 % 2 == 1) forge_parity(program, rank);
                 break;
             case 9: wait(Nanos{program.byte()} * program.byte() * 20 * microsecond); break;
             case 10:
@@ -70,9 +70,9 @@ public:
                 if (operation % 5 == 0) leave(rank);
                 if (operation % 5 == 1) restart(rank);
                 // What every path carries from now on, also when the network has become honest.
-                if (operation % 5 == 2) carries_ = least_path_bytes + program.byte() % 33;
+                if (operation % 5 == 2) path_mtu_ = least_path_bytes + program.byte() % 33;
                 // One path carries nothing from now on, or all carry something.
-                if (operation % 5 == 3 && paths_ > 1) dark_ = program.byte() % (paths_ + 1U);
+                if (operation % 5 == 3 && paths_ > 1) dead_path_ = program.byte() % (paths_ + 1U);
                 break;
         }
         check();
@@ -83,7 +83,7 @@ public:
         for (std::uint16_t rank = 0; rank < world_; ++rank) {
             for (std::size_t i = 0; i < plans_.size(); ++i) post(rank, static_cast<std::uint8_t>(i));
         }
-        const Nanos give_up_at = now_ + 20 * silence;
+        const Nanos timeout_at = now_ + 20 * silence;
         for (;;) {
             // Trips take no time here, but what is repaired before its path is known to be narrow is lost again at once.
             for (int trips = 1; !wire_.empty(); ++trips) {
@@ -96,8 +96,8 @@ public:
                 if (!left_[rank]) next = std::min(next, cores_[rank]->next_timer());
             }
             REQUIRE(next != never);  // a hang: nothing would ever happen
-            if (mad_ && (now_ >= give_up_at || spins_ > 500)) break;
-            REQUIRE(now_ < give_up_at);
+            if (byzantine_ && (now_ >= timeout_at || spins_ > 500)) break;
+            REQUIRE(now_ < timeout_at);
             REQUIRE(++spins_ < 20'000);
             wait(std::max<Nanos>(next - now_, 0));
             check();
@@ -151,7 +151,7 @@ private:
     void post(std::uint16_t rank, std::uint8_t which) {
         if (plans_.empty() || left_[rank]) return;
         const Plan& plan = *plans_[which % plans_.size()];
-        if (which % plans_.size() < born_[rank]) return;
+        if (which % plans_.size() < first_plan_[rank]) return;
         for (const auto& before : posted_[rank]) {
             if (before->plan == &plan) return;
         }
@@ -176,7 +176,7 @@ private:
                 const std::size_t size = std::min(batch_.segment_bytes(), joined.size() - at);
                 const auto begin = joined.begin() + static_cast<std::ptrdiff_t>(at);
                 REQUIRE(size <= datagram_bytes);
-                if (size > carries_ || batch_.path() == dark_) continue;
+                if (size > path_mtu_ || batch_.path() == dead_path_) continue;
                 wire_.push_back({rank, batch_.peer(), {begin, begin + static_cast<std::ptrdiff_t>(size)}});
             }
             cores_[rank]->transmitted(batch_, now_);
@@ -197,7 +197,7 @@ private:
         for (auto& message : posted.sent) std::fill(message.begin(), message.end(), std::byte{0xdd});
     }
 
-    void hand_over(std::uint16_t target, std::vector<std::byte> bytes) {
+    void deliver_to(std::uint16_t target, std::vector<std::byte> bytes) {
         if (left_[target]) return;
         cores_[target]->receive(bytes, now_);
         pump(target);
@@ -207,7 +207,7 @@ private:
         const std::size_t at = which % std::min<std::size_t>(wire_.size(), 16);
         Datagram datagram = std::move(wire_[at]);
         wire_.erase(wire_.begin() + static_cast<std::ptrdiff_t>(at));
-        hand_over(datagram.target, std::move(datagram.bytes));
+        deliver_to(datagram.target, std::move(datagram.bytes));
     }
     void drop(std::uint8_t which) {
         if (!wire_.empty()) wire_.erase(wire_.begin() + static_cast<std::ptrdiff_t>(which % wire_.size()));
@@ -215,9 +215,9 @@ private:
     void duplicate(std::uint8_t which) {
         if (wire_.empty()) return;
         const Datagram& datagram = wire_[which % wire_.size()];
-        hand_over(datagram.target, datagram.bytes);
+        deliver_to(datagram.target, datagram.bytes);
     }
-    void bend(Program& program) {
+    void flip_bit(Program& program) {
         if (wire_.empty()) return;
         Datagram& datagram = wire_[program.byte() % wire_.size()];
         const std::size_t bit = program.word() % (8 * datagram.bytes.size());
@@ -244,7 +244,7 @@ private:
         if ((wild & 8) != 0) header.seq = program.word();
         std::vector<std::byte> payload(program.byte());
         for (std::byte& b : payload) b = static_cast<std::byte>(program.byte());
-        lie(header, payload, target);
+        send_forged(header, payload, target);
     }
     // Parity of a message that somebody planned, or that is long over: any name, perhaps another length, and as its payload
     // what is on the wire or anything else. Chunks, too, may say that parity follows although none does.
@@ -279,9 +279,9 @@ private:
         } else {
             for (std::byte& b : payload) b = static_cast<std::byte>(program.byte());
         }
-        lie(header, payload, target);
+        send_forged(header, payload, target);
     }
-    void lie(const Header& header, const std::vector<std::byte>& payload, std::uint16_t target) {
+    void send_forged(const Header& header, const std::vector<std::byte>& payload, std::uint16_t target) {
         const Seal seal({.cookie = cookie, .sealed = false, .links = {}, .incarnations = incarnations_}, header.source);
         std::vector<std::byte> bytes(header_bytes + payload.size());
         const std::span<std::byte, header_bytes> wire(bytes.data(), header_bytes);
@@ -289,8 +289,8 @@ private:
         std::copy(payload.begin(), payload.end(), bytes.begin() + header_bytes);
         seal.protect(wire, target, header.kind == Kind::data ? seal.data_check(payload) : seal.payload_check(payload));
         hostile_[header.source] = true;
-        mad_ = true;
-        hand_over(target, std::move(bytes));
+        byzantine_ = true;
+        deliver_to(target, std::move(bytes));
     }
     void wait(Nanos duration) {
         now_ += duration;
@@ -324,7 +324,7 @@ private:
         }
         disturbed_ = true;
         ++incarnations_[rank];
-        born_[rank] = plans_.size();
+        first_plan_[rank] = plans_.size();
         cores_[rank] = make_core(rank);
         posted_[rank].clear();
         left_[rank] = false;
@@ -363,10 +363,11 @@ private:
         }
         // A lie may end an exchange or fill it with lies, but only the liar's part of it.
         if (outcome.status != Status::ok) {
-            REQUIRE(outcome.blame && outcome.blame.culprit < world_ && outcome.blame.cause != Status::peer_failed);
-            REQUIRE(mad_ || disturbed_ || outcome.status == Status::peer_silent ||
+            REQUIRE(outcome.failure_cause && outcome.failure_cause.culprit < world_ &&
+                    outcome.failure_cause.cause != Status::peer_failed);
+            REQUIRE(byzantine_ || disturbed_ || outcome.status == Status::peer_silent ||
                     outcome.status == Status::peer_failed ||
-                    (outcome.status == Status::path_blocked && carries_ < datagram_bytes));
+                    (outcome.status == Status::path_blocked && path_mtu_ < datagram_bytes));
             return;
         }
         for (const Arrival& arrival : outcome.arrivals) {
@@ -381,13 +382,13 @@ private:
                 const std::size_t chunk = at / chunk_bytes;
                 const bool here = (arrival.mask[chunk / 64] >> (chunk % 64) & 1) != 0;
                 const bool from_root = plan.shape == Shape::broadcast;
-                if (from_root && mad_) continue;  // the root's lies come through honest hands
+                if (from_root && byzantine_) continue;  // the root's lies come through honest hands
                 const std::byte expected =
                     from_root ? pattern(0, 0, plan.key(), at) : pattern(arrival.peer, rank, plan.key(), at);
                 REQUIRE(got[at] == (here ? expected : std::byte{}));
             }
         }
-        if (plan.shape != Shape::all_reduce || plan.lossy || mad_) return;
+        if (plan.shape != Shape::all_reduce || plan.lossy || byzantine_) return;
         for (std::size_t e = 0; e < posted.out.size(); ++e) {
             float sum = 0;
             for (std::uint16_t from = 0; from < world_; ++from) sum += value(from, e);
@@ -397,8 +398,8 @@ private:
 
     std::uint16_t world_;
     std::uint8_t paths_;
-    std::size_t dark_{most_paths};  // a path that carries nothing
-    bool lies_allowed_;
+    std::size_t dead_path_{most_paths};  // a path that carries nothing
+    bool forgery_allowed_;
     std::size_t pool_bytes_;
     std::uint32_t forged_{1000};  // numbers of forged parity: above all honest ones for a while
     Nanos now_{second};
@@ -407,12 +408,12 @@ private:
     std::vector<std::unique_ptr<Plan>> plans_;
     std::array<std::uint32_t, channels> next_seq_{};
     std::vector<std::vector<std::unique_ptr<Posted>>> posted_;
-    std::vector<std::size_t> born_;  // how many plans were there before this process of the rank
+    std::vector<std::size_t> first_plan_;  // how many plans were there before this process of the rank
     std::vector<std::uint32_t> incarnations_;
     std::vector<bool> left_, hostile_;
-    bool mad_{}, disturbed_{};
+    bool byzantine_{}, disturbed_{};
     std::deque<Datagram> wire_;
-    std::size_t carries_{datagram_bytes};
+    std::size_t path_mtu_{datagram_bytes};
     Batch batch_;
 };
 

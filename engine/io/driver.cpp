@@ -31,7 +31,7 @@ constexpr int most_rounds = 8;
 // How often refusals are looked for where no call has met one: it may have been told to a call that had sent something.
 constexpr Nanos refusals_every = millisecond;
 // How long a datagram may wait to be read for its time stamp to be believed.
-constexpr Nanos longest_stay = 100 * millisecond;
+constexpr Nanos longest_buffered = 100 * millisecond;
 
 timespec to_timespec(Nanos t) { return {.tv_sec = t / second, .tv_nsec = t % second}; }
 
@@ -56,8 +56,8 @@ void Driver::fail() noexcept {
     if (!failure_) failure_ = std::current_exception();
     changed_.notify_all();
     view_changed_.notify_all();
-    wake(wake_);
-    wake(nudge_);
+    wake(thread_wake_);
+    wake(caller_wake_);
 }
 
 void Driver::check_open() const {
@@ -74,7 +74,7 @@ void Driver::check_open() const {
 }
 
 std::uint64_t Driver::post(ExchangeSpec spec, bool by_thread) {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     check_open();
     const Nanos now = clock_now();
     for (StageSpec& stage : spec.stages) {
@@ -85,7 +85,7 @@ std::uint64_t Driver::post(ExchangeSpec spec, bool by_thread) {
         const std::uint64_t posted = core_->post(spec, now);
         if (by_thread) {
             more_ = true;
-            wake(caller_drives_ ? nudge_ : wake_);
+            wake(caller_drives_ ? caller_wake_ : thread_wake_);
             return posted;
         }
         pass_some();
@@ -101,69 +101,69 @@ std::uint64_t Driver::post(ExchangeSpec spec, bool by_thread) {
 }
 
 // Guard: the caller drives while it exists, and the engine's own thread takes over again, however the caller leaves.
-class Driver::Turn {
+class Driver::CallerDrives {
 public:
-    explicit Turn(Driver& driver) : driver_(driver) {
+    explicit CallerDrives(Driver& driver) : driver_(driver) {
         driver_.caller_drives_ = true;
         driver_.listen(false);
     }
-    ~Turn() {
+    ~CallerDrives() {
         driver_.caller_drives_ = false;
         driver_.sleeping_until_ = 0;
         if (!driver_.over()) {
             driver_.listen(true);
             driver_.arm();
             // The engine's own thread sleeps already: it goes on with what is left, and peers ring from now on.
-            if (driver_.more_ || !driver_.core_->may_sleep()) wake(driver_.wake_);
+            if (driver_.more_ || !driver_.core_->may_sleep()) wake(driver_.thread_wake_);
         }
         driver_.changed_.notify_all();
     }
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
+    CallerDrives(const CallerDrives&) = delete;
+    CallerDrives& operator=(const CallerDrives&) = delete;
 
 private:
     Driver& driver_;
 };
 
 bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
-    Lock lock(door_);
-    const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
+    Lock lock(mutex_);
+    const Nanos timeout_at = timeout == never ? never : clock_now() + timeout;
     const auto ready = [&] { return ended_.contains(id); };
     while (!ready()) {
         check_open();
-        if (clock_now() >= give_up_at) return false;
+        if (clock_now() >= timeout_at) return false;
         if (caller_drives_) {
             const auto woken = [&] { return ready() || !caller_drives_ || over(); };
-            if (give_up_at == never) {
+            if (timeout_at == never) {
                 changed_.wait(lock, woken);
             } else {
-                changed_.wait_for(lock, std::chrono::nanoseconds(std::max<Nanos>(give_up_at - clock_now(), 0)), woken);
+                changed_.wait_for(lock, std::chrono::nanoseconds(std::max<Nanos>(timeout_at - clock_now(), 0)), woken);
             }
             continue;
         }
-        const Turn turn(*this);
+        const CallerDrives turn(*this);
         while (!ready() && !over()) {
             const bool busy = drive();
             // It may have ended by a timer, or by what came while this thread lingered.
             if (ready()) break;
             const Nanos now = clock_now();
-            if (now >= give_up_at) break;
+            if (now >= timeout_at) break;
             if (busy) {
                 // This may go on for long: let other threads post or cancel meanwhile.
-                door_.give_way();
+                mutex_.yield_to_waiters();
                 continue;
             }
             // Meanwhile, another thread may have ended what this one waits for, and nudges only those who sleep.
             if (linger(lock) || ready() || over() || !core_->may_sleep()) continue;
-            const Nanos until = std::min(next_timer(), give_up_at);
+            const Nanos until = std::min(next_timer(), timeout_at);
             sleeping_until_ = until;
             const timespec remaining = to_timespec(std::max<Nanos>(until - clock_now(), 0));
             Polled waits = to_poll();
             lock.unlock();
             ppoll(waits.all.data(), waits.count, until == never ? nullptr : &remaining, nullptr);
             std::uint64_t drained = 0;
-            if (waits.all[0].revents != 0) (void)!read(nudge_.get(), &drained, sizeof drained);
-            if (waits.all[1].revents != 0) (void)!read(bell_.get(), &drained, sizeof drained);
+            if (waits.all[0].revents != 0) (void)!read(caller_wake_.get(), &drained, sizeof drained);
+            if (waits.all[1].revents != 0) (void)!read(doorbell_.get(), &drained, sizeof drained);
             lock.lock();
             sleeping_until_ = 0;
         }
@@ -175,25 +175,25 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
 }
 
 bool Driver::ended(std::uint64_t id) {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     return failure_ || ended_.contains(id);
 }
 
 bool Driver::failed() {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     return failure_ != nullptr;
 }
 
-std::optional<Driver::Verdict> Driver::verdict(std::uint64_t id) {
-    const Lock lock(door_);
+std::optional<Driver::EndStatus> Driver::end_status(std::uint64_t id) {
+    const Lock lock(mutex_);
     const auto found = ended_.find(id);
     if (found == ended_.end()) return std::nullopt;
     const Outcome& outcome = found->second;
-    return Verdict{.status = outcome.status, .peer = outcome.peer, .blame = outcome.blame};
+    return EndStatus{.status = outcome.status, .peer = outcome.peer, .failure_cause = outcome.failure_cause};
 }
 
 std::vector<Pool::First> Driver::peek(std::uint32_t channel, std::uint32_t seq) {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     return core_ && !closed_ ? core_->peek(channel, seq) : std::vector<Pool::First>{};
 }
 
@@ -201,13 +201,13 @@ void Driver::cancel(std::uint64_t id) {
     end_by([id](Core& core, Nanos now) { core.cancel(id, now); });
 }
 
-void Driver::fail(std::uint64_t id, const Verdict& why) {
-    end_by([id, &why](Core& core, Nanos now) { core.fail(id, why.status, why.peer, why.blame, now); });
+void Driver::fail(std::uint64_t id, const EndStatus& why) {
+    end_by([id, &why](Core& core, Nanos now) { core.fail(id, why.status, why.peer, why.failure_cause, now); });
 }
 
 template <class End>
 void Driver::end_by(End&& end) {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     if (!core_ || over()) return;
     attempt([&] {
         end(*core_, clock_now());
@@ -216,7 +216,7 @@ void Driver::end_by(End&& end) {
         collect();
         // The thread that drives may be waiting for this exchange.
         if (caller_drives_) {
-            wake(nudge_);
+            wake(caller_wake_);
         } else {
             arm();
         }
@@ -225,15 +225,15 @@ void Driver::end_by(End&& end) {
 
 void Driver::readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint32_t incarnation,
                      const std::optional<LinkKeys>& keys) {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     check_open();
     if (addresses.empty()) throw std::invalid_argument("a process has at least one address");
     attempt([&] {
         const std::size_t paths = common_paths(addresses);
-        keep_paths(peer);
+        store_path_metrics(peer);
         core_->readmit(peer, incarnation, keys, clock_now(), paths);
-        for (std::size_t path = 0; path < paths; ++path) outlets_[path]->routes.assign(peer, addresses[path]);
-        recall_paths(peer);
+        for (std::size_t path = 0; path < paths; ++path) path_sockets_[path]->routes.assign(peer, addresses[path]);
+        load_path_metrics(peer);
         near_.erase(peer);
         pass_some();
         flush(clock_now());
@@ -241,58 +241,60 @@ void Driver::readmit(std::uint16_t peer, const std::vector<Address>& addresses, 
     });
     // Exchanges may have ended, among them one that a driving caller waits for.
     if (caller_drives_) {
-        wake(nudge_);
+        wake(caller_wake_);
     } else {
         arm();
     }
 }
 
-Driver::Offer Driver::offer_passage(std::uint16_t peer, std::size_t neighbours) {
+Driver::SharedMemoryOffer Driver::offer_shared_memory(std::uint16_t peer, std::size_t neighbours) {
     auto ring = std::make_unique<RingMemory>(neighbours);
     ring->shared().shut.store(1, std::memory_order_release);  // until we read
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     check_open();
     const auto copy = [](int fd) {
         return Descriptor::checked(fcntl(fd, F_DUPFD_CLOEXEC, 0),
                                    "shared memory needs more descriptors, see `ulimit -n`");
     };
-    if (core_->shelf() == nullptr) core_->set_shelf(std::make_unique<ShelfMemory>());
-    Offer offer{.ring = copy(ring->file()), .bell = copy(bell_.get()), .shelf = copy(core_->shelf()->file())};
+    if (core_->broadcast_buffer() == nullptr) core_->set_broadcast_buffer(std::make_unique<BroadcastMemory>());
+    SharedMemoryOffer offer{.ring = copy(ring->file()),
+                            .doorbell = copy(doorbell_.get()),
+                            .broadcast_buffer = copy(core_->broadcast_buffer()->file())};
     ring->close_file();
     near_[peer].from_it = std::move(ring);
     return offer;
 }
 
-void Driver::take_passage(std::uint16_t peer, Offer offer) {
+void Driver::accept_shared_memory(std::uint16_t peer, SharedMemoryOffer offer) {
     auto memory = std::make_unique<RingMemory>(std::move(offer.ring));
     memory->close_file();
-    auto shelf = std::make_unique<ShelfMemory>(std::move(offer.shelf));
-    shelf->close_file();
-    const int flags = fcntl(offer.bell.get(), F_GETFL);
+    auto broadcast_buffer = std::make_unique<BroadcastMemory>(std::move(offer.broadcast_buffer));
+    broadcast_buffer->close_file();
+    const int flags = fcntl(offer.doorbell.get(), F_GETFL);
     if (flags < 0 || (flags & O_NONBLOCK) == 0) throw std::invalid_argument("this descriptor is no bell");
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     check_open();
     near_[peer].to_it = std::move(memory);
-    near_[peer].its_shelf = std::move(shelf);
-    near_[peer].bell = std::move(offer.bell);
+    near_[peer].peer_broadcast_memory = std::move(broadcast_buffer);
+    near_[peer].doorbell = std::move(offer.doorbell);
 }
 
-void Driver::use_passage(std::uint16_t peer, std::uint32_t incarnation) {
-    const Lock lock(door_);
+void Driver::use_shared_memory(std::uint16_t peer, std::uint32_t incarnation) {
+    const Lock lock(mutex_);
     check_open();
     Near& near = near_[peer];
     if (!near.from_it || !near.to_it) throw std::invalid_argument("no memory was shared with this rank");
     const auto go_on = [&] {
         collect();
         // It may have passed something already.
-        wake(wake_);
-        wake(nudge_);
+        wake(thread_wake_);
+        wake(caller_wake_);
     };
     try {
         attempt([&] {
-            auto passage =
-                std::make_unique<Passage>(std::move(near.to_it), std::move(near.from_it), std::move(near.its_shelf));
-            core_->connect(peer, incarnation, std::move(passage), clock_now());
+            auto shared_memory = std::make_unique<SharedMemoryChannel>(std::move(near.to_it), std::move(near.from_it),
+                                                                       std::move(near.peer_broadcast_memory));
+            core_->connect(peer, incarnation, std::move(shared_memory), clock_now());
         });
     } catch (const std::invalid_argument&) {
         go_on();  // what an earlier passage held may have ended exchanges
@@ -302,7 +304,7 @@ void Driver::use_passage(std::uint16_t peer, std::uint32_t incarnation) {
 }
 
 std::vector<std::uint16_t> Driver::near() {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     return core_ && !closed_ ? core_->near() : std::vector<std::uint16_t>{};
 }
 
@@ -312,12 +314,12 @@ void Driver::rearm() {
         arm();
     } else if (sleeping_until_ != 0 && (full() || next_timer() < sleeping_until_)) {
         // A caller that fell asleep when the socket had room does not notice when it has some again.
-        wake(nudge_);
+        wake(caller_wake_);
     }
 }
 
 bool Driver::wait_view(std::uint32_t above, Nanos timeout) {
-    Lock lock(door_);
+    Lock lock(mutex_);
     check_open();
     const auto woken = [&] { return over() || core_->view_number() > above; };
     if (timeout == never) {
@@ -329,33 +331,33 @@ bool Driver::wait_view(std::uint32_t above, Nanos timeout) {
     return core_->view_number() > above;
 }
 
-void Driver::on_view(std::function<void(const View&, bool)> tell) {
-    const Lock lock(door_);
-    tell_view_ = std::move(tell);
+void Driver::on_view(std::function<void(const View&, bool)> callback) {
+    const Lock lock(mutex_);
+    on_view_ = std::move(callback);
 }
 
 void Driver::follow(const View& view, bool inside) {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     if (!core_ || over()) return;
     attempt([&] {
         core_->follow(view, inside, clock_now());
         collect();
     });
-    wake(caller_drives_ ? nudge_ : wake_);
+    wake(caller_drives_ ? caller_wake_ : thread_wake_);
 }
 
-Prospect Driver::prospect(std::uint64_t id) {
-    const Lock lock(door_);
-    return core_ && !over() ? core_->prospect(id, clock_now()) : Prospect::none;
+CanComplete Driver::can_complete(std::uint64_t id) {
+    const Lock lock(mutex_);
+    return core_ && !over() ? core_->can_complete(id, clock_now()) : CanComplete::none;
 }
 
-std::vector<std::uint16_t> Driver::unreached(std::uint64_t id) {
-    const Lock lock(door_);
-    return core_ && !over() ? core_->unreached(id, clock_now()) : std::vector<std::uint16_t>{};
+std::vector<std::uint16_t> Driver::unreachable_peers(std::uint64_t id) {
+    const Lock lock(mutex_);
+    return core_ && !over() ? core_->unreachable_peers(id, clock_now()) : std::vector<std::uint16_t>{};
 }
 
 void Driver::run() {
-    Lock lock(door_);
+    Lock lock(mutex_);
     while (!over()) {
         if (!caller_drives_) {
             bool busy = false;
@@ -366,7 +368,7 @@ void Driver::run() {
             }
             if (busy) {
                 // Let a caller post, or take over.
-                door_.give_way();
+                mutex_.yield_to_waiters();
                 continue;
             }
             if (!core_->may_sleep()) continue;
@@ -383,14 +385,14 @@ void Driver::run() {
         lock.lock();
         // Only whoever drives may silence the bell: it may ring for a caller that has taken over meanwhile.
         std::uint64_t rung = 0;
-        if (!caller_drives_) (void)!read(bell_.get(), &rung, sizeof rung);
+        if (!caller_drives_) (void)!read(doorbell_.get(), &rung, sizeof rung);
         armed_at_ = never;
     }
 }
 
 bool Driver::pass() {
     const bool any = core_->pass(clock_now());
-    core_->ring_bells([&](std::uint16_t peer) { wake(near_.at(peer).bell); });
+    core_->ring_doorbells([&](std::uint16_t peer) { wake(near_.at(peer).doorbell); });
     return any;
 }
 
@@ -398,7 +400,7 @@ void Driver::pass_some() {
     for (int round = 0; round < most_rounds; ++round) {
         if (!pass()) return;
     }
-    wake(caller_drives_ ? nudge_ : wake_);
+    wake(caller_drives_ ? caller_wake_ : thread_wake_);
 }
 
 bool Driver::linger(Lock& lock) {
@@ -429,7 +431,7 @@ bool Driver::step() {
     const Address* source = nullptr;  // unknown of datagrams that faults have held back
     const auto take = [&](std::span<std::byte> datagram) {
         core_->receive(datagram, now, arrived_at);
-        if (source != nullptr) learn(path, *source, now);
+        if (source != nullptr) on_source_address(path, *source, now);
     };
     faults_->release(now, take);
     bool first = true;
@@ -444,18 +446,18 @@ bool Driver::step() {
         }
         // The clock of stamps may be set while a datagram waits.
         const Nanos waited = now - (stamp - behind);
-        arrived_at = waited > 0 && waited < longest_stay ? now - waited : now;
+        arrived_at = waited > 0 && waited < longest_buffered ? now - waited : now;
         // Faults depend on the link, so the source must be known before the datagram is checked.
         const auto header = fault_settings_ ? parse_header(datagram) : std::nullopt;
         const auto rank = static_cast<std::uint16_t>(header ? header->source % core_->config().world : 0xffff);
         faults_->receive(rank, datagram, now, take);
     };
     std::uint32_t overflow = 0;
-    for (; path < outlets_.size(); ++path) {
-        const Socket::Read read = outlets_[path]->socket.receive(take_from);
+    for (; path < path_sockets_.size(); ++path) {
+        const Socket::Read read = path_sockets_[path]->socket.receive(take_from);
         got.datagrams += read.datagrams;
         got.more = got.more || read.more;
-        overflow += outlets_[path]->socket.overflow();
+        overflow += path_sockets_[path]->socket.overflow();
     }
     read_at_ = now;
     if (got.datagrams > 0) {
@@ -465,15 +467,15 @@ bool Driver::step() {
     // After what has come: that shows that its sender lives.
     const bool look = got.datagrams == 0 && now - refusals_at_ >= refusals_every;
     if (look) refusals_at_ = now;
-    for (path = 0; path < outlets_.size(); ++path) {
-        if (look || outlets_[path]->socket.refused()) heed_refusals(path, now);
+    for (path = 0; path < path_sockets_.size(); ++path) {
+        if (look || path_sockets_[path]->socket.refused()) on_refusals(path, now);
     }
     if (!got.more || now - ticked_at_ >= tick_every) {
         core_->tick(now);
         ticked_at_ = now;
     }
-    for (path = 0; path < outlets_.size(); ++path) {
-        if (now >= outlets_[path]->routes.next_timer()) seek(path, now);
+    for (path = 0; path < path_sockets_.size(); ++path) {
+        if (now >= path_sockets_[path]->routes.next_timer()) probe_addresses(path, now);
     }
     // A second look costs no system call if there is nothing more to send; then the next one is the sleep.
     bool sent = flush(now);
@@ -484,103 +486,105 @@ bool Driver::step() {
     return got.more || sent || passed || passed_on;
 }
 
-void Driver::learn(std::size_t path, const Address& from, Nanos now) {
+void Driver::on_source_address(std::size_t path, const Address& from, Nanos now) {
     const std::optional<Core::Heard>& heard = core_->heard();
     if (!heard || heard->path != path) return;  // what came to another path's socket says nothing about either
-    Outlet& outlet = *outlets_[path];
-    if (outlet.routes.heard(heard->rank, from, heard->newest, now)) {
+    PathSocket& path_socket = *path_sockets_[path];
+    if (path_socket.routes.heard(heard->rank, from, heard->newest, now)) {
         core_->report(reply_, heard->rank, now, path);
-        (void)outlet.socket.send_to(from, reply_);
+        (void)path_socket.socket.send_to(from, reply_);
     }
-    outlet.routes.answered(heard->rank, core_->take_replies(heard->rank, path), core_->patience(heard->rank, path),
-                           now);
+    path_socket.routes.answered(heard->rank, core_->take_replies(heard->rank, path),
+                                core_->probe_timeout(heard->rank, path), now);
 }
 
-void Driver::heed_refusals(std::size_t path, Nanos now) {
-    Outlet& outlet = *outlets_[path];
-    outlet.socket.read_refusals([&](const Address& from, std::span<const std::byte> quoted) {
-        const std::span<const Address> present = outlet.routes.present();
+void Driver::on_refusals(std::size_t path, Nanos now) {
+    PathSocket& path_socket = *path_sockets_[path];
+    path_socket.socket.read_refusals([&](const Address& from, std::span<const std::byte> quoted) {
+        const std::span<const Address> present = path_socket.routes.present();
         for (std::uint16_t rank = 0; rank < present.size(); ++rank) {
             // A learned address is a router's, which forgets; one that has never answered may be another network's.
-            const Routes::Route route = outlet.routes.look(rank);
+            const Routes::Route route = path_socket.routes.look(rank);
             if (route.address == from && route.answers && !route.learned) core_->refused(rank, quoted, now);
         }
     });
 }
 
-void Driver::seek(std::size_t path, Nanos now) {
-    Outlet& outlet = *outlets_[path];
-    outlet.routes.tick(
+void Driver::probe_addresses(std::size_t path, Nanos now) {
+    PathSocket& path_socket = *path_sockets_[path];
+    path_socket.routes.tick(
         now,
         [&](const Routes::Challenge& each) {
             // If the socket is full, this one is lost: others follow.
-            if (core_->challenge(reply_, each.rank, each.id, now, path)) (void)outlet.socket.send_to(each.to, reply_);
+            if (core_->challenge(reply_, each.rank, each.id, now, path))
+                (void)path_socket.socket.send_to(each.to, reply_);
         },
         [&](std::uint16_t rank) { core_->ping(rank, path); },
         [&](std::uint16_t rank) { core_->reroute(rank, now, path); });
 }
 
 void Driver::offer(std::uint16_t peer, const Address& address) {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     check_open();
     if (peer >= core_->config().world || peer == core_->config().rank)
         throw std::invalid_argument("a peer must be another rank of the world");
-    if (address.family() != outlets_[0]->socket.family()) return;  // this socket does not reach it
-    outlets_[0]->routes.offer(peer, address, clock_now());
+    if (address.family() != path_sockets_[0]->socket.family()) return;  // this socket does not reach it
+    path_sockets_[0]->routes.offer(peer, address, clock_now());
     rearm();
 }
 
 void Driver::rebind(std::size_t path, const std::string& host) {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     check_open();
-    Outlet& outlet = *outlets_.at(path);
+    PathSocket& path_socket = *path_sockets_.at(path);
     try {
-        outlet.socket.rebind(Address(host, outlet.socket.port()), outlet.config);
+        path_socket.socket.rebind(Address(host, path_socket.socket.port()), path_socket.config);
     } catch (const std::system_error&) {
-        outlet.socket.rebind(Address(host, 0), outlet.config);
+        path_socket.socket.rebind(Address(host, 0), path_socket.config);
     }
     // The descriptor means another socket now, which nobody watches yet.
     attempt([&] {
-        epoll_event event{.events = EPOLLIN, .data = {.fd = outlet.socket.fd()}};
-        if (epoll_ctl(inputs_.get(), EPOLL_CTL_ADD, outlet.socket.fd(), &event) != 0)
+        epoll_event event{.events = EPOLLIN, .data = {.fd = path_socket.socket.fd()}};
+        if (epoll_ctl(inputs_.get(), EPOLL_CTL_ADD, path_socket.socket.fd(), &event) != 0)
             throw std::system_error(errno, std::generic_category(), "cannot watch a socket that has moved");
     });
-    wake(wake_);
-    wake(nudge_);
+    wake(thread_wake_);
+    wake(caller_wake_);
 }
 
-void Driver::keep_open() {
-    const Lock lock(door_);
+void Driver::enable_keepalive() {
+    const Lock lock(mutex_);
     check_open();
-    for (const auto& outlet : outlets_) outlet->routes.keep_open(clock_now());
+    for (const auto& path_socket : path_sockets_) path_socket->routes.enable_keepalive(clock_now());
     rearm();
 }
 
 std::vector<Routes::Route> Driver::routes() {
-    const Lock lock(door_);
-    const Routes& first = outlets_[0]->routes;
+    const Lock lock(mutex_);
+    const Routes& first = path_sockets_[0]->routes;
     std::vector<Routes::Route> all;
     for (std::uint16_t rank = 0; rank < first.present().size(); ++rank) all.push_back(first.look(rank));
     return all;
 }
 
 bool Driver::full() const {
-    return std::any_of(outlets_.begin(), outlets_.end(), [](const auto& outlet) { return !outlet->unsent.empty(); });
+    return std::any_of(path_sockets_.begin(), path_sockets_.end(),
+                       [](const auto& path_socket) { return !path_socket->unsent.empty(); });
 }
 
 Nanos Driver::routes_timer() const {
     Nanos at = never;
-    for (const auto& outlet : outlets_) at = std::min(at, outlet->routes.next_timer());
+    for (const auto& path_socket : path_sockets_) at = std::min(at, path_socket->routes.next_timer());
     return at;
 }
 
 Driver::Polled Driver::to_poll() const {
     Polled found;
-    found.all[0] = {.fd = nudge_.get(), .events = POLLIN, .revents = 0};
-    found.all[1] = {.fd = bell_.get(), .events = POLLIN, .revents = 0};
-    for (const auto& outlet : outlets_) {
-        const auto events = static_cast<short>(outlet->unsent.empty() ? POLLIN : POLLIN | POLLOUT);
-        found.all[found.count++] = {.fd = outlet->socket.fd(), .events = events, .revents = 0};
+    found.all[0] = {.fd = caller_wake_.get(), .events = POLLIN, .revents = 0};
+    found.all[1] = {.fd = doorbell_.get(), .events = POLLIN, .revents = 0};
+    for (const auto& path_socket : path_sockets_) {
+        const auto events = static_cast<short>(path_socket->unsent.empty() ? POLLIN : POLLIN | POLLOUT);
+        found.all[found.count++] = {.fd = path_socket->socket.fd(), .events = events, .revents = 0};
     }
     return found;
 }
@@ -588,24 +592,25 @@ Driver::Polled Driver::to_poll() const {
 bool Driver::flush(Nanos now) {
     // A path whose socket is full holds up no other.
     std::size_t held = 0;
-    for (std::size_t path = 0; path < outlets_.size(); ++path) {
-        core_->hold(path, !outlets_[path]->unsent.empty());
-        held += outlets_[path]->unsent.empty() ? 0 : 1;
+    for (std::size_t path = 0; path < path_sockets_.size(); ++path) {
+        core_->hold(path, !path_sockets_[path]->unsent.empty());
+        held += path_sockets_[path]->unsent.empty() ? 0 : 1;
     }
-    for (std::size_t filled = 0; held < outlets_.size() && filled < burst; ++filled) {
+    for (std::size_t filled = 0; held < path_sockets_.size() && filled < burst; ++filled) {
         if (!core_->transmit(*free_.back(), now)) break;
-        outlets_[free_.back()->path()]->unsent.push_back(free_.back());
+        path_sockets_[free_.back()->path()]->unsent.push_back(free_.back());
         free_.pop_back();
     }
     bool any = false;
-    for (const auto& outlet : outlets_) {
-        if (outlet->unsent.empty()) continue;
-        const std::size_t sent = outlet->socket.send(outlet->unsent, outlet->routes.present());
+    for (const auto& path_socket : path_sockets_) {
+        if (path_socket->unsent.empty()) continue;
+        const std::size_t sent = path_socket->socket.send(path_socket->unsent, path_socket->routes.present());
         for (std::size_t i = 0; i < sent; ++i) {
-            core_->transmitted(*outlet->unsent[i], now);
-            free_.push_back(outlet->unsent[i]);
+            core_->transmitted(*path_socket->unsent[i], now);
+            free_.push_back(path_socket->unsent[i]);
         }
-        outlet->unsent.erase(outlet->unsent.begin(), outlet->unsent.begin() + static_cast<std::ptrdiff_t>(sent));
+        path_socket->unsent.erase(path_socket->unsent.begin(),
+                                  path_socket->unsent.begin() + static_cast<std::ptrdiff_t>(sent));
         any = any || sent > 0;
     }
     return any;
@@ -622,12 +627,12 @@ void Driver::collect() {
         inside_ = core_->inside();
         any = true;
         view_changed_.notify_all();
-        if (tell_view_ && core_->view()) tell_view_(*core_->view(), inside_);
+        if (on_view_ && core_->view()) on_view_(*core_->view(), inside_);
     }
     if (!any) return;
     changed_.notify_all();
     // A caller that drives may sleep, and wait for what another thread's call has just ended.
-    if (caller_drives_ && sleeping_until_ != 0) wake(nudge_);
+    if (caller_drives_ && sleeping_until_ != 0) wake(caller_wake_);
 }
 
 Nanos Driver::next_timer() const { return std::min({core_->next_timer(), faults_->next_release_at(), routes_timer()}); }
@@ -643,9 +648,9 @@ void Driver::arm() {
 }
 
 Driver::Health Driver::health() {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     Health health;
-    for (const auto& outlet : outlets_) health.overflow += outlet->socket.overflow();
+    for (const auto& path_socket : path_sockets_) health.overflow += path_socket->socket.overflow();
     health.segments = socket().segments();
     health.coalesces = socket().coalesces();
     if (core_) {
@@ -657,7 +662,7 @@ Driver::Health Driver::health() {
 
 std::vector<Driver::LinkHealth> Driver::links(const std::vector<std::uint16_t>& peers) {
     std::vector<LinkHealth> found(peers.size());
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     if (!core_) return found;
     std::transform(peers.begin(), peers.end(), found.begin(), [this](std::uint16_t peer) {
         return LinkHealth{.round_trip = core_->round_trip(peer),
@@ -669,9 +674,9 @@ std::vector<Driver::LinkHealth> Driver::links(const std::vector<std::uint16_t>& 
     return found;
 }
 
-LinePeaks::Peaks Driver::take_line_peaks() {
-    const Lock lock(door_);
-    return core_ ? core_->take_line_peaks() : LinePeaks::Peaks{};
+BottleneckPeaks::Peaks Driver::take_bottleneck_peaks() {
+    const Lock lock(mutex_);
+    return core_ ? core_->take_bottleneck_peaks() : BottleneckPeaks::Peaks{};
 }
 
 }  // namespace storm

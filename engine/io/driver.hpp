@@ -32,8 +32,8 @@
 #include "io/fair_mutex.hpp"
 #include "io/socket.hpp"
 #include "paths/routes.hpp"
-#include "shm/shared_memory_channel.hpp"
 #include "shm/ring.hpp"
+#include "shm/shared_memory_channel.hpp"
 #include "wire/faults.hpp"
 
 namespace storm {
@@ -52,8 +52,8 @@ public:
     Driver(const Driver&) = delete;
     Driver& operator=(const Driver&) = delete;
 
-    [[nodiscard]] const Socket& socket(std::size_t path = 0) const { return outlets_[path]->socket; }
-    [[nodiscard]] std::size_t paths() const { return outlets_.size(); }
+    [[nodiscard]] const Socket& socket(std::size_t path = 0) const { return path_sockets_[path]->socket; }
+    [[nodiscard]] std::size_t paths() const { return path_sockets_.size(); }
     // Starts the engine towards `peers`, by rank (the own entry is not used). Throws std::system_error where the process has
     // no descriptor or thread left; nothing has happened then, and it may be tried again.
     void start(CoreConfig config, std::vector<Address> peers);
@@ -73,14 +73,14 @@ public:
     // Whether the engine has failed: see `post`.
     [[nodiscard]] bool failed();
     // How an exchange ended whose outcome nobody has taken; none while it runs.
-    struct Verdict {
+    struct EndStatus {
         Status status{};
         std::uint16_t peer{};
-        Blame blame{};
+        FailureCause failure_cause{};
     };
-    [[nodiscard]] std::optional<Verdict> verdict(std::uint64_t id);
+    [[nodiscard]] std::optional<EndStatus> end_status(std::uint64_t id);
     // Ends an exchange of which another lane's part has ended so.
-    void fail(std::uint64_t id, const Verdict& why);
+    void fail(std::uint64_t id, const EndStatus& why);
     // First chunks that arrived for an exchange that was not posted here: see Core::peek.
     [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq);
     // Ends an exchange that nobody wants any more; its outcome is then `Status::closed`.
@@ -99,20 +99,20 @@ public:
     // authenticate (Routes). Throws std::system_error, and std::runtime_error when closed.
     void rebind(std::size_t path, const std::string& host);
     // Keeps ports open in a router that translates our address: see Routes.
-    void keep_open();
+    void enable_keepalive();
     // By rank: where datagrams go over the first path.
     [[nodiscard]] std::vector<Routes::Route> routes();
     // Shared memory with a peer of the same machine, in three steps, so that nothing can fail once the peer relies on it:
     // makes memory that the peer, one of so many neighbours, will write to, and returns descriptors of it, of the bell that the peer will ring, and of
     // the shelf that it will read; the caller owns them;
-    struct Offer {
-        Descriptor ring, bell, shelf;
+    struct SharedMemoryOffer {
+        Descriptor ring, doorbell, broadcast_buffer;
     };
-    [[nodiscard]] Offer offer_passage(std::uint16_t peer, std::size_t neighbours);
+    [[nodiscard]] SharedMemoryOffer offer_shared_memory(std::uint16_t peer, std::size_t neighbours);
     // takes those of the peer;
-    void take_passage(std::uint16_t peer, Offer offer);
+    void accept_shared_memory(std::uint16_t peer, SharedMemoryOffer offer);
     // and uses both. Throws std::invalid_argument if the peer is another process by now.
-    void use_passage(std::uint16_t peer, std::uint32_t incarnation);
+    void use_shared_memory(std::uint16_t peer, std::uint32_t incarnation);
     // Peers with which memory is shared.
     [[nodiscard]] std::vector<std::uint16_t> near();
     // Calls `work(views, now)` with the endpoint's views and acts on what it changed. Throws std::runtime_error when closed.
@@ -120,14 +120,14 @@ public:
     auto with_views(Work&& work);
     // Waits until a usable view with a number above this one is known; false when `timeout` has passed.
     bool wait_view(std::uint32_t above, Nanos timeout);
-    // Calls `tell(view, inside)` whenever either changes, in the middle of things: it must not call this driver.
-    void on_view(std::function<void(const View&, bool)> tell);
+    // Calls `callback(view, inside)` whenever either changes, in the middle of things: it must not call this driver.
+    void on_view(std::function<void(const View&, bool)> callback);
     // What another lane's `on_view` told.
     void follow(const View& view, bool inside);
     // See Core::prospect.
-    [[nodiscard]] Prospect prospect(std::uint64_t id);
+    [[nodiscard]] CanComplete can_complete(std::uint64_t id);
     // See Core::unreached.
-    [[nodiscard]] std::vector<std::uint16_t> unreached(std::uint64_t id);
+    [[nodiscard]] std::vector<std::uint16_t> unreachable_peers(std::uint64_t id);
     // Says goodbye without waiting for anything; `close` must follow.
     void leave();
     // Says goodbye, waits at most `linger` until every peer has heard it, ends the thread and closes the socket.
@@ -150,14 +150,14 @@ public:
     // All of the same moment, and with one lock.
     [[nodiscard]] std::vector<LinkHealth> links(const std::vector<std::uint16_t>& peers);
     // The most that the line carried since the last call.
-    [[nodiscard]] LinePeaks::Peaks take_line_peaks();
+    [[nodiscard]] BottleneckPeaks::Peaks take_bottleneck_peaks();
 
     // The faults of every driver in this process, present and future. Null is none.
     static void set_faults(std::shared_ptr<const FaultSettings> settings);
 
 private:
-    using Lock = std::unique_lock<Door>;
-    class Turn;
+    using Lock = std::unique_lock<FairMutex>;
+    class CallerDrives;
 
     void run();
     static void drop_inherited();  // in a process that was forked from ours
@@ -174,11 +174,11 @@ private:
     bool step();
     bool flush(Nanos now);
     // What a datagram from this address says about where its sender is.
-    void learn(std::size_t path, const Address& from, Nanos now);
+    void on_source_address(std::size_t path, const Address& from, Nanos now);
     // What the kernels of other machines say of datagrams that went over this path.
-    void heed_refusals(std::size_t path, Nanos now);
+    void on_refusals(std::size_t path, Nanos now);
     // Pings addresses that are in question, and moves peers to those that answer.
-    void seek(std::size_t path, Nanos now);
+    void probe_addresses(std::size_t path, Nanos now);
     // One round of what passes through shared memory; true if there may be more.
     bool pass();
     // Some rounds of it, for callers that do not drive: if there is more, whoever drives goes on.
@@ -194,14 +194,14 @@ private:
     static void wake(const Descriptor& event);
     void apply_faults();
     // What is known of the paths to a peer: kept for later links to its host, and taken from earlier ones.
-    void keep_paths(std::uint16_t peer);
-    void recall_paths(std::uint16_t peer);
+    void store_path_metrics(std::uint16_t peer);
+    void load_path_metrics(std::uint16_t peer);
 
     static constexpr std::size_t burst = 8;  // batches per send call
 
     // One path: a socket, and where peers are reached over it.
-    struct Outlet {
-        Outlet(const Address& address, const SocketConfig& given) : config(given), socket(address, given) {}
+    struct PathSocket {
+        PathSocket(const Address& address, const SocketConfig& given) : config(given), socket(address, given) {}
         SocketConfig config;
         Socket socket;
         Routes routes;
@@ -219,13 +219,13 @@ private:
     [[nodiscard]] Polled to_poll() const;
     [[nodiscard]] Nanos routes_timer() const;
 
-    std::vector<std::unique_ptr<Outlet>> outlets_;  // by path
+    std::vector<std::unique_ptr<PathSocket>> path_sockets_;  // by path
     Descriptor epoll_, timer_;
-    Descriptor wake_;    // wakes the engine's thread
-    Descriptor nudge_;   // wakes a caller that drives
-    Descriptor bell_;    // rung by peers of this machine: wakes whoever drives
-    Descriptor inputs_;  // the sockets and the bell, as one
-    Door door_;
+    Descriptor thread_wake_;  // wakes the engine's thread
+    Descriptor caller_wake_;  // wakes a caller that drives
+    Descriptor doorbell_;     // rung by peers of this machine: wakes whoever drives
+    Descriptor inputs_;       // the sockets and the bell, as one
+    FairMutex mutex_;
     std::condition_variable_any changed_;       // an exchange ended, or nobody drives
     std::condition_variable_any view_changed_;  // apart: every exchange would wake those who wait for a view
     std::unique_ptr<Core> core_;
@@ -238,13 +238,13 @@ private:
     // By peer: memory that is not used yet, and the bell to ring.
     struct Near {
         std::unique_ptr<RingMemory> from_it, to_it;
-        std::unique_ptr<ShelfMemory> its_shelf;
-        Descriptor bell;
+        std::unique_ptr<BroadcastMemory> peer_broadcast_memory;
+        Descriptor doorbell;
     };
     std::unordered_map<std::uint16_t, Near> near_;
     std::uint32_t view_number_{};  // the latest that waiting threads were told of
     bool inside_{};                // and whether they were told to be in it
-    std::function<void(const View&, bool)> tell_view_;
+    std::function<void(const View&, bool)> on_view_;
     bool caller_drives_{};
     bool listening_{};
     bool more_{};  // the last step may have left something to do
@@ -273,7 +273,7 @@ auto Driver::attempt(Work&& work) {
 
 template <class Work>
 auto Driver::with_views(Work&& work) {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     check_open();
     const Nanos now = clock_now();
     const auto moved_on = [&] {

@@ -54,7 +54,7 @@ Driver::Driver(const std::vector<std::string>& hosts, std::uint16_t port, const 
     SocketConfig own = config;
     own.own_interface = hosts.size() > 1;
     for (const std::string& host : hosts) {
-        outlets_.push_back(std::make_unique<Outlet>(Address(host, port), own));
+        path_sockets_.push_back(std::make_unique<PathSocket>(Address(host, port), own));
         for (std::size_t i = 0; i < burst; ++i) free_.push_back(batches_.emplace_back(std::make_unique<Batch>()).get());
     }
 }
@@ -73,9 +73,9 @@ Driver::~Driver() {
     (void)faults_.release();
     new (&ended_) decltype(ended_);
     new (&free_) decltype(free_);
-    for (auto& outlet : outlets_) {
-        outlet->socket.close();
-        (void)outlet.release();
+    for (auto& path_socket : path_sockets_) {
+        path_socket->socket.close();
+        (void)path_socket.release();
     }
     new (&near_) decltype(near_);
     const std::unique_lock guard(registry().mutex, std::try_to_lock);
@@ -84,7 +84,7 @@ Driver::~Driver() {
 
 void Driver::drop_inherited() {
     for (Driver* driver : registry().drivers) {
-        for (auto& outlet : driver->outlets_) outlet->socket.close();
+        for (auto& path_socket : driver->path_sockets_) path_socket->socket.close();
     }
     unlock_registry();
 }
@@ -100,8 +100,8 @@ void Driver::start(CoreConfig config, const std::vector<std::vector<Address>>& p
     if (core_) throw std::runtime_error("the engine is running already");
     if (peers.size() != config.world) throw std::invalid_argument("one address per rank is needed");
 
-    config.paths = static_cast<std::uint8_t>(outlets_.size());
-    std::vector<std::vector<Address>> by_path(outlets_.size(), std::vector<Address>(peers.size()));
+    config.paths = static_cast<std::uint8_t>(path_sockets_.size());
+    std::vector<std::vector<Address>> by_path(path_sockets_.size(), std::vector<Address>(peers.size()));
     for (std::size_t each = 0; each < peers.size(); ++each) {
         const std::size_t both = common_paths(peers[each]);
         config.peer_paths.push_back(static_cast<std::uint8_t>(both));
@@ -114,10 +114,11 @@ void Driver::start(CoreConfig config, const std::vector<std::vector<Address>>& p
     auto timer = Descriptor::checked(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC), what.c_str());
     auto wakes = Descriptor::checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), what.c_str());
     auto nudges = Descriptor::checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), what.c_str());
-    auto bell = Descriptor::checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), what.c_str());
+    auto doorbell = Descriptor::checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), what.c_str());
     auto inputs = Descriptor::checked(epoll_create1(EPOLL_CLOEXEC), what.c_str());
-    watch(inputs, bell.get(), rank + ": cannot watch a descriptor");
-    for (const auto& outlet : outlets_) watch(inputs, outlet->socket.fd(), rank + ": cannot watch a descriptor");
+    watch(inputs, doorbell.get(), rank + ": cannot watch a descriptor");
+    for (const auto& path_socket : path_sockets_)
+        watch(inputs, path_socket->socket.fd(), rank + ": cannot watch a descriptor");
     for (const int fd : {timer.get(), wakes.get(), inputs.get()})
         watch(epoll, fd, rank + ": cannot watch a descriptor");
     auto faults = std::make_unique<FaultPath>(
@@ -126,7 +127,7 @@ void Driver::start(CoreConfig config, const std::vector<std::vector<Address>>& p
 
     [[maybe_unused]] static const int once = pthread_atfork(lock_registry, unlock_registry, drop_inherited);
     const std::lock_guard guard(registry().mutex);
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     faults->set(registry().settings, clock_now());
     const auto registered = registry().drivers.insert(this).first;
     try {
@@ -138,25 +139,26 @@ void Driver::start(CoreConfig config, const std::vector<std::vector<Address>>& p
         registry().drivers.erase(registered);
         throw;
     }
-    for (std::size_t path = 0; path < by_path.size(); ++path) outlets_[path]->routes.assign(std::move(by_path[path]));
+    for (std::size_t path = 0; path < by_path.size(); ++path)
+        path_sockets_[path]->routes.assign(std::move(by_path[path]));
     fault_settings_ = registry().settings;
     faults_ = std::move(faults);
     core_ = std::move(core);
     epoll_ = std::move(epoll);
     timer_ = std::move(timer);
-    wake_ = std::move(wakes);
-    nudge_ = std::move(nudges);
-    bell_ = std::move(bell);
+    thread_wake_ = std::move(wakes);
+    caller_wake_ = std::move(nudges);
+    doorbell_ = std::move(doorbell);
     inputs_ = std::move(inputs);
-    core_->shut_passages(fault_settings_ != nullptr);
-    for (std::uint16_t peer = 0; peer < core_->config().world; ++peer) recall_paths(peer);
+    core_->pause_shared_memory(fault_settings_ != nullptr);
+    for (std::uint16_t peer = 0; peer < core_->config().world; ++peer) load_path_metrics(peer);
     listening_ = true;
 }
 
 std::size_t Driver::common_paths(const std::vector<Address>& addresses) const {
-    const std::size_t most = std::min(addresses.size(), outlets_.size());
+    const std::size_t most = std::min(addresses.size(), path_sockets_.size());
     std::size_t count = std::min<std::size_t>(most, 1);
-    while (count < most && addresses[count].family() == outlets_[count]->socket.family()) ++count;
+    while (count < most && addresses[count].family() == path_sockets_[count]->socket.family()) ++count;
     return count;
 }
 
@@ -180,7 +182,7 @@ void Driver::wake(const Descriptor& event) {
 }
 
 void Driver::leave() {
-    const Lock lock(door_);
+    const Lock lock(mutex_);
     if (!core_ || over() || std::exchange(leaving_, true)) return;
     attempt([&] {
         core_->leave();
@@ -192,16 +194,16 @@ void Driver::leave() {
 
 void Driver::close(Nanos linger) {
     {
-        Lock lock(door_);
+        Lock lock(mutex_);
         if (std::exchange(closing_, true)) return;
         if (!core_) {
             closed_ = true;
-            for (const auto& outlet : outlets_) outlet->socket.close();
+            for (const auto& path_socket : path_sockets_) path_socket->socket.close();
             return;
         }
         try {
             if (!failure_) {
-                for (std::uint16_t rank = 0; rank < core_->config().world; ++rank) keep_paths(rank);
+                for (std::uint16_t rank = 0; rank < core_->config().world; ++rank) store_path_metrics(rank);
                 say_goodbye(lock, linger);
             }
         } catch (...) {
@@ -215,31 +217,31 @@ void Driver::close(Nanos linger) {
         const std::lock_guard guard(registry().mutex);
         registry().drivers.erase(this);
     }
-    wake(wake_);
-    wake(nudge_);
+    wake(thread_wake_);
+    wake(caller_wake_);
     thread_.join();
     // A caller that drives uses the descriptors until it sees that the driver is closed.
-    Lock lock(door_);
+    Lock lock(mutex_);
     changed_.wait(lock, [&] { return !caller_drives_; });
-    for (Descriptor* each : {&epoll_, &timer_, &wake_, &nudge_, &bell_, &inputs_}) each->close();
+    for (Descriptor* each : {&epoll_, &timer_, &thread_wake_, &caller_wake_, &doorbell_, &inputs_}) each->close();
     near_.clear();
     core_->disconnect();
-    for (const auto& outlet : outlets_) outlet->socket.close();
+    for (const auto& path_socket : path_sockets_) path_socket->socket.close();
 }
 
 void Driver::say_goodbye(Lock& lock, Nanos linger) {
-    const Nanos give_up_at = clock_now() + linger;
+    const Nanos timeout_at = clock_now() + linger;
     if (!std::exchange(leaving_, true)) core_->leave();
-    while (linger > 0 && !core_->gone() && clock_now() < give_up_at) {
+    while (linger > 0 && !core_->goodbye_acknowledged() && clock_now() < timeout_at) {
         if (step()) {
-            door_.give_way();
+            mutex_.yield_to_waiters();
             continue;
         }
         lock.unlock();
         std::array<pollfd, most_paths> readable{};
-        for (std::size_t path = 0; path < outlets_.size(); ++path)
-            readable[path] = {.fd = outlets_[path]->socket.fd(), .events = POLLIN, .revents = 0};
-        poll(readable.data(), outlets_.size(), 1);
+        for (std::size_t path = 0; path < path_sockets_.size(); ++path)
+            readable[path] = {.fd = path_sockets_[path]->socket.fd(), .events = POLLIN, .revents = 0};
+        poll(readable.data(), path_sockets_.size(), 1);
         lock.lock();
     }
     // Everyone gets a goodbye, even if nobody waits for the answers.
@@ -247,20 +249,21 @@ void Driver::say_goodbye(Lock& lock, Nanos linger) {
     }
 }
 
-void Driver::keep_paths(std::uint16_t peer) {
-    for (std::size_t path = 0; path < outlets_.size(); ++path) {
-        const std::optional<PathFacts> facts = core_->path_facts(peer, path);
-        if (!facts) continue;
-        const std::string host = outlets_[path]->routes.present()[peer].host();
-        PathMemory::of_process().keep(host, core_->config().lane, *facts, clock_now());
+void Driver::store_path_metrics(std::uint16_t peer) {
+    for (std::size_t path = 0; path < path_sockets_.size(); ++path) {
+        const std::optional<PathMetrics> metrics = core_->path_metrics(peer, path);
+        if (!metrics) continue;
+        const std::string host = path_sockets_[path]->routes.present()[peer].host();
+        PathCache::of_process().store(host, core_->config().lane, *metrics, clock_now());
     }
 }
 
-void Driver::recall_paths(std::uint16_t peer) {
-    for (std::size_t path = 0; path < outlets_.size(); ++path) {
-        const std::string host = outlets_[path]->routes.present()[peer].host();
-        const std::optional<PathFacts> facts = PathMemory::of_process().recall(host, core_->config().lane, clock_now());
-        if (facts) core_->recall(peer, *facts, path);
+void Driver::load_path_metrics(std::uint16_t peer) {
+    for (std::size_t path = 0; path < path_sockets_.size(); ++path) {
+        const std::string host = path_sockets_[path]->routes.present()[peer].host();
+        const std::optional<PathMetrics> metrics =
+            PathCache::of_process().recall(host, core_->config().lane, clock_now());
+        if (metrics) core_->recall(peer, *metrics, path);
     }
 }
 
@@ -270,19 +273,19 @@ void Driver::set_faults(std::shared_ptr<const FaultSettings> settings) {
     registry().settings = settings;
     for (Driver* driver : registry().drivers) {
         {
-            const Lock lock(driver->door_);
+            const Lock lock(driver->mutex_);
             driver->fault_settings_ = settings;
             driver->apply_faults();
         }
-        driver->wake(driver->wake_);
-        driver->wake(driver->nudge_);
+        driver->wake(driver->thread_wake_);
+        driver->wake(driver->caller_wake_);
     }
 }
 
 void Driver::apply_faults() {
     faults_->set(fault_settings_, clock_now());
     // Faults happen to datagrams.
-    if (core_) core_->shut_passages(fault_settings_ != nullptr);
+    if (core_) core_->pause_shared_memory(fault_settings_ != nullptr);
 }
 
 }  // namespace storm

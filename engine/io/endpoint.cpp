@@ -10,9 +10,9 @@ namespace storm {
 namespace {
 
 // How long to wait for one lane before the others are looked at.
-constexpr Nanos look_every = 50 * millisecond;
+constexpr Nanos check_interval = 50 * millisecond;
 // A cancelled part ends at once, unless its last datagrams are still in a full socket.
-constexpr Nanos longest_abandon = second;
+constexpr Nanos longest_abort = second;
 // Tells ids of the lane of low priority from those of lane 0.
 constexpr std::uint64_t low_ids = 1ULL << 63;
 
@@ -37,7 +37,7 @@ Endpoint::Endpoint(const std::string& host, std::uint16_t port, std::size_t lane
 
 Endpoint::~Endpoint() {
     // A thread may have been in the middle of a change when this process was forked, so nothing of this can be destroyed.
-    if (getpid() != owner_) new (&divided_) decltype(divided_);
+    if (getpid() != owner_) new (&striped_) decltype(striped_);
 }
 
 std::vector<std::uint16_t> Endpoint::ports() const {
@@ -90,7 +90,7 @@ std::uint64_t Endpoint::post(ExchangeSpec spec) {
     if (spec.low && !low_) throw std::invalid_argument("this endpoint has no lane of low priority");
     const std::size_t used = spec.low || division_.lanes == 1 ? 1 : division_.lanes_of(spec);
     if (used == 1 && !spec.low) return lanes_[0]->post(std::move(spec));
-    const auto exchange = std::make_shared<Divided>();
+    const auto exchange = std::make_shared<StripedExchange>();
     std::uint64_t id = 0;
     if (spec.low) {
         if (spec.view != 0)
@@ -105,43 +105,43 @@ std::uint64_t Endpoint::post(ExchangeSpec spec) {
             for (std::size_t lane = used; lane-- > 0;)
                 exchange->parts[lane].id = lanes_[lane]->post(division_.part_of(spec, lane), lane != 0);
         } catch (...) {
-            abandon(*exchange);
+            abort_parts(*exchange);
             throw;
         }
         id = exchange->parts[0].id;
     }
     const std::lock_guard guard(mutex_);
-    divided_.emplace(id, exchange);
+    striped_.emplace(id, exchange);
     return id;
 }
 
-void Endpoint::abandon(Divided& exchange) noexcept {
-    for (const Part& part : exchange.parts) {
+void Endpoint::abort_parts(StripedExchange& exchange) noexcept {
+    for (const LanePart& part : exchange.parts) {
         if (part.id == 0 || part.outcome) continue;  // ids begin at 1
         try {
             Outcome outcome;
             lanes_[part.lane]->cancel(part.id);
-            (void)lanes_[part.lane]->wait(part.id, longest_abandon, outcome);
+            (void)lanes_[part.lane]->wait(part.id, longest_abort, outcome);
         } catch (...) {
             // This lane is closed or has failed: it does not touch the caller's memory any more.
         }
     }
 }
 
-std::shared_ptr<Endpoint::Divided> Endpoint::find(std::uint64_t id) {
+std::shared_ptr<Endpoint::StripedExchange> Endpoint::find(std::uint64_t id) {
     if (lanes_.size() == 1) return nullptr;
     const std::lock_guard guard(mutex_);
-    const auto found = divided_.find(id);
-    return found == divided_.end() ? nullptr : found->second;
+    const auto found = striped_.find(id);
+    return found == striped_.end() ? nullptr : found->second;
 }
 
-void Endpoint::fail_rest(Divided& exchange, const Driver::Verdict& why) {
+void Endpoint::fail_rest(StripedExchange& exchange, const Driver::EndStatus& why) {
     {
         const std::lock_guard guard(exchange.mutex);
         if (std::exchange(exchange.failed, true)) return;
     }
     // Parts that have ended already keep their outcomes.
-    for (const Part& part : exchange.parts) {
+    for (const LanePart& part : exchange.parts) {
         if (why.status == Status::closed) {
             lanes_[part.lane]->cancel(part.id);
         } else {
@@ -150,36 +150,37 @@ void Endpoint::fail_rest(Divided& exchange, const Driver::Verdict& why) {
     }
 }
 
-std::optional<Driver::Verdict> Endpoint::verdict(Divided& exchange, Part& part) {
+std::optional<Driver::EndStatus> Endpoint::end_status(StripedExchange& exchange, LanePart& part) {
     // In this order: the outcome moves from the lane to here.
-    const std::optional<Driver::Verdict> there = lanes_[part.lane]->verdict(part.id);
+    const std::optional<Driver::EndStatus> there = lanes_[part.lane]->end_status(part.id);
     const std::lock_guard guard(exchange.mutex);
     if (!part.outcome) return there;
     const Outcome& here = *part.outcome;
-    return Driver::Verdict{.status = here.status, .peer = here.peer, .blame = here.blame};
+    return Driver::EndStatus{.status = here.status, .peer = here.peer, .failure_cause = here.failure_cause};
 }
 
-void Endpoint::look_after(Divided& exchange) {
-    for (Part& part : exchange.parts) {
-        const std::optional<Driver::Verdict> ended = verdict(exchange, part);
+void Endpoint::check_parts(StripedExchange& exchange) {
+    for (LanePart& part : exchange.parts) {
+        const std::optional<Driver::EndStatus> ended = end_status(exchange, part);
         if (ended && ended->status != Status::ok) fail_rest(exchange, *ended);
         if (part.lane == 0 || ended) continue;
-        for (const std::uint16_t peer : lanes_[part.lane]->unreached(part.id))
+        for (const std::uint16_t peer : lanes_[part.lane]->unreachable_peers(part.id))
             with_views([peer](Views& views, Nanos now) { views.blocked(peer, now); });
     }
 }
 
-bool Endpoint::wait_for_all(Divided& exchange, Nanos give_up_at) {
-    for (Part& part : exchange.parts) {
+bool Endpoint::wait_for_all(StripedExchange& exchange, Nanos timeout_at) {
+    for (LanePart& part : exchange.parts) {
         while (!part.outcome) {
-            const Nanos left = give_up_at == never ? never : std::max<Nanos>(give_up_at - clock_now(), 0);
+            const Nanos left = timeout_at == never ? never : std::max<Nanos>(timeout_at - clock_now(), 0);
             Outcome outcome;
-            if (!lanes_[part.lane]->wait(part.id, std::min(left, look_every), outcome)) {
-                look_after(exchange);
-                if (clock_now() >= give_up_at) return false;
+            if (!lanes_[part.lane]->wait(part.id, std::min(left, check_interval), outcome)) {
+                check_parts(exchange);
+                if (clock_now() >= timeout_at) return false;
                 continue;
             }
-            const Driver::Verdict why{.status = outcome.status, .peer = outcome.peer, .blame = outcome.blame};
+            const Driver::EndStatus why{
+                .status = outcome.status, .peer = outcome.peer, .failure_cause = outcome.failure_cause};
             {
                 const std::lock_guard guard(exchange.mutex);
                 part.outcome = std::move(outcome);
@@ -191,53 +192,54 @@ bool Endpoint::wait_for_all(Divided& exchange, Nanos give_up_at) {
 }
 
 bool Endpoint::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
-    const std::shared_ptr<Divided> exchange = find(id);
+    const std::shared_ptr<StripedExchange> exchange = find(id);
     if (!exchange) return lanes_[0]->wait(id, timeout, outcome);
-    const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
+    const Nanos timeout_at = timeout == never ? never : clock_now() + timeout;
     try {
-        if (!wait_for_all(*exchange, give_up_at)) return false;
+        if (!wait_for_all(*exchange, timeout_at)) return false;
     } catch (...) {
         // A lane is closed or has failed. The others must leave the caller's memory alone before it hears of that.
-        abandon(*exchange);
+        abort_parts(*exchange);
         const std::lock_guard guard(mutex_);
-        divided_.erase(id);
+        striped_.erase(id);
         throw;
     }
     {
         const std::lock_guard guard(mutex_);
-        divided_.erase(id);
+        striped_.erase(id);
     }
     const std::lock_guard guard(exchange->mutex);
     outcome = std::move(*exchange->parts[0].outcome);
-    for (std::size_t at = 1; at < exchange->parts.size(); ++at) join(outcome, std::move(*exchange->parts[at].outcome));
+    for (std::size_t at = 1; at < exchange->parts.size(); ++at)
+        merge_outcome(outcome, std::move(*exchange->parts[at].outcome));
     return true;
 }
 
 bool Endpoint::ended(std::uint64_t id) {
-    const std::shared_ptr<Divided> exchange = find(id);
+    const std::shared_ptr<StripedExchange> exchange = find(id);
     if (!exchange) return lanes_[0]->ended(id);
-    for (Part& part : exchange->parts) {
-        if (verdict(*exchange, part) || lanes_[part.lane]->failed()) continue;
-        look_after(*exchange);
+    for (LanePart& part : exchange->parts) {
+        if (end_status(*exchange, part) || lanes_[part.lane]->failed()) continue;
+        check_parts(*exchange);
         return false;
     }
     return true;
 }
 
 void Endpoint::cancel(std::uint64_t id) {
-    if (const std::shared_ptr<Divided> exchange = find(id)) {
+    if (const std::shared_ptr<StripedExchange> exchange = find(id)) {
         fail_rest(*exchange, {.status = Status::closed});
     } else {
         lanes_[0]->cancel(id);
     }
 }
 
-Prospect Endpoint::prospect(std::uint64_t id) {
-    const std::shared_ptr<Divided> exchange = find(id);
-    if (!exchange) return lanes_[0]->prospect(id);
-    Prospect worst = Prospect::good;
-    for (Part& part : exchange->parts) {
-        if (!verdict(*exchange, part)) worst = std::max(worst, lanes_[part.lane]->prospect(part.id));
+CanComplete Endpoint::can_complete(std::uint64_t id) {
+    const std::shared_ptr<StripedExchange> exchange = find(id);
+    if (!exchange) return lanes_[0]->can_complete(id);
+    CanComplete worst = CanComplete::good;
+    for (LanePart& part : exchange->parts) {
+        if (!end_status(*exchange, part)) worst = std::max(worst, lanes_[part.lane]->can_complete(part.id));
     }
     return worst;
 }
@@ -263,26 +265,27 @@ void Endpoint::readmit(std::uint16_t peer, const std::vector<Address>& addresses
     }
 }
 
-std::vector<Driver::Offer> Endpoint::offer_passage(std::uint16_t peer, std::size_t neighbours) {
-    std::vector<Driver::Offer> all;
-    for (const auto& lane : lanes_) all.push_back(lane->offer_passage(peer, neighbours));
+std::vector<Driver::SharedMemoryOffer> Endpoint::offer_shared_memory(std::uint16_t peer, std::size_t neighbours) {
+    std::vector<Driver::SharedMemoryOffer> all;
+    for (const auto& lane : lanes_) all.push_back(lane->offer_shared_memory(peer, neighbours));
     return all;
 }
 
-void Endpoint::take_passage(std::uint16_t peer, std::vector<Driver::Offer> offers) {
+void Endpoint::accept_shared_memory(std::uint16_t peer, std::vector<Driver::SharedMemoryOffer> offers) {
     if (offers.size() != lanes_.size())
         throw std::invalid_argument("expected memory for " + std::to_string(lanes_.size()) + " lanes, got it for " +
                                     std::to_string(offers.size()));
-    for (std::size_t lane = 0; lane < lanes_.size(); ++lane) lanes_[lane]->take_passage(peer, std::move(offers[lane]));
+    for (std::size_t lane = 0; lane < lanes_.size(); ++lane)
+        lanes_[lane]->accept_shared_memory(peer, std::move(offers[lane]));
 }
 
-void Endpoint::use_passage(std::uint16_t peer, std::uint32_t incarnation) {
-    for (const auto& lane : lanes_) lane->use_passage(peer, incarnation);
+void Endpoint::use_shared_memory(std::uint16_t peer, std::uint32_t incarnation) {
+    for (const auto& lane : lanes_) lane->use_shared_memory(peer, incarnation);
 }
 
 void Endpoint::close(Nanos linger) {
     // All lanes together wait no longer than one would: while one waits for answers, the others have their own on the way.
-    const Nanos give_up_at = clock_now() + linger;
+    const Nanos timeout_at = clock_now() + linger;
     if (lanes_.size() > 1 && linger > 0) {
         for (const auto& lane : lanes_) {
             try {
@@ -293,7 +296,7 @@ void Endpoint::close(Nanos linger) {
         }
     }
     for (const auto& lane : lanes_) {
-        lane->close(linger == 0 ? 0 : std::max<Nanos>(give_up_at - clock_now(), 0));
+        lane->close(linger == 0 ? 0 : std::max<Nanos>(timeout_at - clock_now(), 0));
     }
 }
 
@@ -306,8 +309,8 @@ void Endpoint::rebind(std::size_t path, const std::string& host) {
     for (const auto& lane : lanes_) lane->rebind(path, host);
 }
 
-void Endpoint::keep_open() {
-    for (const auto& lane : lanes_) lane->keep_open();
+void Endpoint::enable_keepalive() {
+    for (const auto& lane : lanes_) lane->enable_keepalive();
 }
 
 std::vector<std::vector<Routes::Route>> Endpoint::routes() {
@@ -342,10 +345,10 @@ std::vector<Driver::LinkHealth> Endpoint::links(const std::vector<std::uint16_t>
 }
 
 // Lanes share the line, and an exchange fills all of them at once.
-LinePeaks::Peaks Endpoint::take_line_peaks() {
-    LinePeaks::Peaks all;
+BottleneckPeaks::Peaks Endpoint::take_bottleneck_peaks() {
+    BottleneckPeaks::Peaks all;
     for (const auto& lane : lanes_) {
-        const LinePeaks::Peaks more = lane->take_line_peaks();
+        const BottleneckPeaks::Peaks more = lane->take_bottleneck_peaks();
         all = {all.out + more.out, all.in + more.in, all.both + more.both};
     }
     return all;

@@ -53,15 +53,16 @@ public:
     bool wait(std::uint64_t id, Nanos timeout, Outcome& outcome);
     [[nodiscard]] bool ended(std::uint64_t id);
     void cancel(std::uint64_t id);
-    [[nodiscard]] Prospect prospect(std::uint64_t id);
+    [[nodiscard]] CanComplete can_complete(std::uint64_t id);
     [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq);
     // `addresses` and `keys`: by lane; no keys where datagrams are not sealed. `more`: addresses on further paths.
     void readmit(std::uint16_t peer, const std::vector<Address>& addresses, std::uint32_t incarnation,
                  const std::vector<LinkKeys>& keys, const std::vector<Address>& more = {});
     // One offer per lane.
-    [[nodiscard]] std::vector<Driver::Offer> offer_passage(std::uint16_t peer, std::size_t neighbours);
-    void take_passage(std::uint16_t peer, std::vector<Driver::Offer> offers);
-    void use_passage(std::uint16_t peer, std::uint32_t incarnation);
+    [[nodiscard]] std::vector<Driver::SharedMemoryOffer> offer_shared_memory(std::uint16_t peer,
+                                                                             std::size_t neighbours);
+    void accept_shared_memory(std::uint16_t peer, std::vector<Driver::SharedMemoryOffer> offers);
+    void use_shared_memory(std::uint16_t peer, std::uint32_t incarnation);
     [[nodiscard]] std::vector<std::uint16_t> near() { return lanes_[0]->near(); }
     template <class Work>
     auto with_views(Work&& work) {
@@ -71,43 +72,43 @@ public:
     void close(Nanos linger);
     // The peer may be reached at these addresses, by lane: see Routes.
     void offer(std::uint16_t peer, const std::vector<Address>& addresses);
-    void keep_open();
+    void enable_keepalive();
     // Goes on from another address of this host over a path, in all lanes.
     void rebind(std::size_t path, const std::string& host);
     // By lane and rank: where datagrams go.
     [[nodiscard]] std::vector<std::vector<Routes::Route>> routes();
     [[nodiscard]] Driver::Health health();
     [[nodiscard]] std::vector<Driver::LinkHealth> links(const std::vector<std::uint16_t>& peers);
-    [[nodiscard]] LinePeaks::Peaks take_line_peaks();
+    [[nodiscard]] BottleneckPeaks::Peaks take_bottleneck_peaks();
 
 private:
-    struct Part {
+    struct LanePart {
         std::size_t lane{};
         std::uint64_t id{};                // in that lane; 0 before it is posted
         std::optional<Outcome> outcome{};  // once it was waited for
     };
     // An exchange that is not in lane 0 alone: its parts, and what came of those that were waited for.
-    struct Divided {
-        std::vector<Part> parts;
+    struct StripedExchange {
+        std::vector<LanePart> parts;
         std::mutex mutex;  // one thread waits, others may ask or cancel
         bool failed{};     // a part has failed, and the others were cancelled
     };
-    [[nodiscard]] std::shared_ptr<Divided> find(std::uint64_t id);
+    [[nodiscard]] std::shared_ptr<StripedExchange> find(std::uint64_t id);
     // Ends what is left of an exchange of which a part has failed, and tells lane 0 which peers another lane does not reach.
-    void look_after(Divided& exchange);
-    void fail_rest(Divided& exchange, const Driver::Verdict& why);
+    void check_parts(StripedExchange& exchange);
+    void fail_rest(StripedExchange& exchange, const Driver::EndStatus& why);
     // How a part has ended, if it has.
-    [[nodiscard]] std::optional<Driver::Verdict> verdict(Divided& exchange, Part& part);
+    [[nodiscard]] std::optional<Driver::EndStatus> end_status(StripedExchange& exchange, LanePart& part);
     // False if the time came first.
-    [[nodiscard]] bool wait_for_all(Divided& exchange, Nanos give_up_at);
+    [[nodiscard]] bool wait_for_all(StripedExchange& exchange, Nanos timeout_at);
     // Cancels all parts and waits until no lane uses the caller's memory.
-    void abandon(Divided& exchange) noexcept;
+    void abort_parts(StripedExchange& exchange) noexcept;
 
     std::vector<std::unique_ptr<Driver>> lanes_;
     Lanes division_;
     std::mutex mutex_;
-    std::unordered_map<std::uint64_t, std::shared_ptr<Divided>>
-        divided_;  // by the id of their part in lane 0; see low_ids
+    std::unordered_map<std::uint64_t, std::shared_ptr<StripedExchange>>
+        striped_;  // by the id of their part in lane 0; see low_ids
     bool low_;     // the last lane is of low priority
     pid_t owner_;
 };

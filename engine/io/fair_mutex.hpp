@@ -7,7 +7,7 @@
 
 namespace storm {
 
-class Door {
+class FairMutex {
 public:
     void lock() {
         waiting_.fetch_add(1);
@@ -18,7 +18,7 @@ public:
     void unlock() { mutex_.unlock(); }
 
     // Called by the holder: lets one waiting thread go first, if there is one.
-    void give_way() {
+    void yield_to_waiters() {
         const int waiting = waiting_.load();
         if (waiting == 0) return;
         mutex_.unlock();

@@ -125,7 +125,7 @@ std::size_t Socket::send(std::span<Batch* const> batches, std::span<const Addres
     };
     std::array<SegmentSpace, most> controls;
     std::size_t sent = 0;
-    unsigned told = 0;
+    unsigned pending_errors = 0;
     while (sent < batches.size()) {
         std::size_t count = 0;
         for (; count < most && sent + count < batches.size(); ++count) {
@@ -160,7 +160,7 @@ std::size_t Socket::send(std::span<Batch* const> batches, std::span<const Addres
         }
         if (errno == EINTR) continue;
         if (is_full(errno)) return sent;
-        if (was_told(told)) continue;
+        if (has_pending_error(pending_errors)) continue;
         Batch& first = *batches[sent];
         const bool refused = errno == EIO || errno == EINVAL || errno == EOPNOTSUPP || errno == EMSGSIZE;
         if (first.segments() > 1 && refused) {
@@ -170,7 +170,7 @@ std::size_t Socket::send(std::span<Batch* const> batches, std::span<const Addres
             // A batch larger than any datagram is refused too, which says nothing about segments.
             segmentation_ = first.too_large() || first.bytes() > max_datagram_bytes;
         } else if (errno == EMSGSIZE) {
-            first.refuse();
+            first.mark_too_large();
         }
         ++sent;
     }
@@ -189,7 +189,7 @@ bool Socket::send_to(const Address& to, Batch& batch) {
         header.msg_iovlen = parts;
     }
     std::size_t sent = 0;
-    unsigned told = 0;
+    unsigned pending_errors = 0;
     while (sent < batch.segments()) {
         const int done = sendmmsg(fd(), messages.data() + sent, static_cast<unsigned>(batch.segments() - sent), 0);
         if (done > 0) {
@@ -197,8 +197,8 @@ bool Socket::send_to(const Address& to, Batch& batch) {
         } else if (errno != EINTR) {
             // A full buffer at the start means try again; in the middle the rest counts as lost.
             if (is_full(errno)) return sent > 0;
-            if (was_told(told)) continue;
-            if (errno == EMSGSIZE) batch.refuse();
+            if (has_pending_error(pending_errors)) continue;
+            if (errno == EMSGSIZE) batch.mark_too_large();
             ++sent;
         }
     }
@@ -216,15 +216,15 @@ std::size_t Socket::receive_messages() {
         header.msg_control = controls_[slot].bytes;
         header.msg_controllen = sizeof controls_[slot].bytes;
     }
-    unsigned told = 0;
+    unsigned pending_errors = 0;
     while (true) {
         const int count = recvmmsg(fd(), messages_.data(), slots, MSG_DONTWAIT, nullptr);
         if (count >= 0) return static_cast<std::size_t>(count);
-        if (is_full(errno) || errno == EINTR || !was_told(told)) return 0;
+        if (is_full(errno) || errno == EINTR || !has_pending_error(pending_errors)) return 0;
     }
 }
 
-bool Socket::was_told(unsigned& times) {
+bool Socket::has_pending_error(unsigned& times) {
     refused_ = refusals_;
     return refusals_ && errno != ENOBUFS && times++ < 3;
 }

@@ -81,7 +81,7 @@ private:
     // False when there is none.
     [[nodiscard]] bool read_refusal(Refusal& refusal);
     // What an earlier datagram met is told to the next call, which does nothing else: true if that call is to be made again.
-    [[nodiscard]] bool was_told(unsigned& times);
+    [[nodiscard]] bool has_pending_error(unsigned& times);
     // What the kernel says about a message: when it arrived, and the segment size that it used when it joined datagrams; the
     // whole length if it joined none.
     struct About {

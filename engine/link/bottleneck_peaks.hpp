@@ -16,12 +16,12 @@
 
 namespace storm {
 
-class LinePeaks {
+class BottleneckPeaks {
 public:
     static constexpr Nanos shortest = 50 * millisecond, pause = 250 * millisecond;
     static constexpr std::uint64_t least_bytes = 64 << 10;  // each way
 
-    static constexpr std::uint64_t note_bytes = 256;  // less is no data, and goes on during pauses
+    static constexpr std::uint64_t control_bytes = 256;  // less is no data, and goes on during pauses
 
     struct Peaks {
         double out{}, in{}, both{};  // bytes per second; 0 if no window was full
@@ -51,7 +51,7 @@ private:
     public:
         explicit Window(std::uint64_t least) : least_(least) {}
         void count(Way way, std::uint64_t bytes, Nanos now) {
-            if (bytes < note_bytes) return;
+            if (bytes < control_bytes) return;
             if (now - last_ > pause) open(now);
             last_ = now;
             if (now == since_) return;  // the first bytes

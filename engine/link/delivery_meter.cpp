@@ -21,7 +21,7 @@ double DeliveryMeter::on_report(const SendStamp& newest, std::uint64_t newly_del
     return static_cast<double>(delivered_ - newest.delivered_bytes) / seconds(elapsed);
 }
 
-double LineMeter::on_report(std::uint64_t delivered_bytes, Nanos now) {
+double BottleneckMeter::on_report(std::uint64_t delivered_bytes, Nanos now) {
     // Long enough that a burst of reports does not count as speed.
     constexpr Nanos span = 100 * millisecond, memory = 30 * second;
     bytes_ += delivered_bytes;

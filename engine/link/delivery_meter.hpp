@@ -19,7 +19,8 @@ struct Delivery {
     bool app_limited{};               // the sender had nothing more to send when that packet left
     double burst{1};                  // datagrams lost in a row, on average (Outbound)
     Dispersion train{};               // what the datagrams after a silence show (Train)
-    double line_bytes_per_s{};  // most that all links of the endpoint delivered together (LineMeter); 0 if unknown
+    double
+        bottleneck_bytes_per_s{};  // most that all links of the endpoint delivered together (BottleneckMeter); 0 if unknown
 };
 
 // State of the link at the moment a packet left; the link keeps it with the packet number.
@@ -49,9 +50,9 @@ private:
 };
 
 // The most that all links of an endpoint deliver together: the speed of its line, or that of some seconds ago.
-class LineMeter {
+class BottleneckMeter {
 public:
-    explicit LineMeter(Nanos now) : since_(now) {}
+    explicit BottleneckMeter(Nanos now) : since_(now) {}
     double on_report(std::uint64_t delivered_bytes, Nanos now);
 
 private:

@@ -34,32 +34,32 @@ std::uint64_t Outbound::depart(Flight flight, Nanos now) {
     return next_++;
 }
 
-Nanos Outbound::patience() const {
+Nanos Outbound::probe_timeout() const {
     if (smooth_rtt_ == 0) return 20 * millisecond;
     return smooth_rtt_ + std::max(4 * rtt_variation_, millisecond) + millisecond;
 }
 
-Nanos Outbound::dark_at() const {
+Nanos Outbound::ack_overdue_at() const {
     // Before anything was answered, nobody knows how slow the path is.
     if (in_flight_bytes_ == 0 || smooth_rtt_ == 0 || unanswered_bytes_ >= most_unanswered_bytes) return never;
-    return waiting_since_ + patience();
+    return waiting_since_ + probe_timeout();
 }
 
 Nanos Outbound::probe_at() const {
     if (in_flight_bytes_ == 0) return never;
     // Numbers are running out: what is in flight must be given up, however often something else is sent meanwhile.
-    if (crowded()) return waiting_since_ + patience();
+    if (out_of_numbers()) return waiting_since_ + probe_timeout();
     // Probes follow each other closely at first, and for longer on a link that loses much: a burst of losses that counts
     // datagrams ends only if some are sent, and one that counts time is over soon. Before the first answer nobody knows how
     // long one takes, so the first probe leaves early, too.
     const bool close = probes_ > 0 && (lossy() || probes_ < early_probes);
     const bool unknown = smooth_rtt_ == 0;
-    const unsigned doublings = unknown || hurried_ ? 0 : std::min(probes_, 3U);
-    const Nanos gap = close                     ? std::max(patience() / (unknown ? 8 : 4), least_probe_gap)
-                      : unknown && probes_ == 0 ? patience() / 4
-                                                : patience() << doublings;
+    const unsigned doublings = unknown || probes_quickly_ ? 0 : std::min(probes_, 3U);
+    const Nanos gap = close                     ? std::max(probe_timeout() / (unknown ? 8 : 4), least_probe_gap)
+                      : unknown && probes_ == 0 ? probe_timeout() / 4
+                                                : probe_timeout() << doublings;
     // A peer that has not answered for long is away: it is asked less and less, at least once a second.
-    const Nanos longest = std::clamp(8 * patience(), second / 2, second);
+    const Nanos longest = std::clamp(8 * probe_timeout(), second / 2, second);
     return active_at_ + std::min(gap << std::min(probes_ / many_probes, 16U), longest);
 }
 

@@ -31,7 +31,7 @@ struct Flight {
     SlotRef message{};  // the outgoing message, for data
     std::uint32_t chunk{};
     std::uint32_t channel{}, seq{};  // for control datagrams that are sent again when lost
-    Blame blame{};
+    FailureCause failure_cause{};
     std::uint32_t challenge{};  // it went to an address in question: see routes.hpp
 };
 
@@ -78,16 +78,16 @@ public:
     void expire(Nanos now, Lost&& lost);
     // Calls `lost(flight)` for everything in flight.
     template <class Lost>
-    void abandon(Lost&& lost);
-    // Whether so much is in flight without an answer that flights would soon be forgotten: `shed` then.
-    [[nodiscard]] bool crowded() const { return flights_in_use() >= max_data_flights; }
+    void mark_all_lost(Lost&& lost);
+    // Whether so much is in flight without an answer that flights would soon be forgotten: `forget_all` then.
+    [[nodiscard]] bool out_of_numbers() const { return flights_in_use() >= max_data_flights; }
     // Calls `lost(flight)` for everything in flight, and forgets it: if it arrives after all, nobody hears of it.
     template <class Lost>
-    void shed(Lost&& lost);
+    void forget_all(Lost&& lost);
     // Probes follow each other without growing pauses: another path may do what this one does not.
-    void hurry() { hurried_ = true; }
+    void probe_quickly() { probes_quickly_ = true; }
     // A datagram came from the peer, so it lives: the next probe need not wait long.
-    void heard() { probes_ = std::min(probes_, 2U); }
+    void on_received() { probes_ = std::min(probes_, 2U); }
 
     [[nodiscard]] bool window_open(std::size_t bytes) const {
         return flights_in_use() < max_data_flights &&
@@ -100,9 +100,9 @@ public:
     [[nodiscard]] std::uint64_t in_flight_bytes() const { return in_flight_bytes_; }
     // Whether answers are overdue. A burst of losses takes whole windows: whoever waited for answers to what it took would
     // fall silent within the burst. So windows do not count in the dark, up to a bound, as nobody may answer at all.
-    [[nodiscard]] bool dark(Nanos now) const { return now >= dark_at(); }
+    [[nodiscard]] bool ack_overdue(Nanos now) const { return now >= ack_overdue_at(); }
     // When it gets dark if no answer comes; `never` if nothing is in flight, or so much that the bound is reached.
-    [[nodiscard]] Nanos dark_at() const;
+    [[nodiscard]] Nanos ack_overdue_at() const;
     [[nodiscard]] Nanos smooth_rtt() const { return smooth_rtt_; }
     [[nodiscard]] Delivery last_delivery() const { return delivery_; }
     // When to probe because no report came for what is in flight; `never` when nothing is in flight.
@@ -116,7 +116,7 @@ public:
     void each_unanswered(Again&& again) const;
     [[nodiscard]] unsigned probes() const { return probes_; }  // without an answer, since the peer last reported
     // How long to wait for an answer before acting: the round trip and its variation.
-    [[nodiscard]] Nanos patience() const;
+    [[nodiscard]] Nanos probe_timeout() const;
     // Whether so much is lost (more than one in fifty of the latest datagrams) that urgent datagrams should be sent twice.
     [[nodiscard]] bool lossy() const { return loss() > 0.02; }
     // Between two bursts of losses, the latest hundreds of datagrams show none: what thousands lost counts as well.
@@ -150,14 +150,14 @@ private:
     std::uint64_t unanswered_bytes_{};  // sent since something was last acknowledged
     Nanos waiting_since_{};             // when that was, or since when something is in flight
     DeliveryMeter meter_;
-    Train train_;
+    PacketTrain train_;
     Nanos smooth_rtt_{}, rtt_variation_{}, latest_rtt_{};
     Nanos active_at_;                   // last departure or progress
     RecentMin least_trip_, least_way_;  // least round trip; least one-way time, by two clocks with an unknown offset
     Nanos way_us_{};
     Nanos loss_at_{never};
     unsigned probes_{};
-    bool hurried_{};
+    bool probes_quickly_{};
     double loss_{};                                  // fraction lost of the latest hundreds of datagrams
     double counted_bytes_{}, counted_lost_bytes_{};  // of the latest thousands
     BurstMeter bursts_;
@@ -185,7 +185,7 @@ public:
     // A report is due at once, in so many copies.
     void report_now(unsigned copies = 1) { urgent_ = std::max(urgent_, copies); }
     // Whether something arrived that was not reported.
-    [[nodiscard]] bool has_news() const { return unreported_bytes_ > 0; }
+    [[nodiscard]] bool has_unreported() const { return unreported_bytes_ > 0; }
     // How many copies of the next report are asked for; 0 if it may wait.
     [[nodiscard]] unsigned urgent() const { return urgent_; }
     // When the next report is due; `never` when there is nothing to say.
@@ -273,7 +273,7 @@ void Outbound::each_unanswered(Again&& again) const {
 }
 
 template <class Lost>
-void Outbound::abandon(Lost&& lost) {
+void Outbound::mark_all_lost(Lost&& lost) {
     loss_at_ = never;
     for (std::uint64_t number = base_; number < next_; ++number) {
         Flight& flight = at(number);
@@ -285,8 +285,8 @@ void Outbound::abandon(Lost&& lost) {
 }
 
 template <class Lost>
-void Outbound::shed(Lost&& lost) {
-    abandon(lost);
+void Outbound::forget_all(Lost&& lost) {
+    mark_all_lost(lost);
     base_ = next_;
 }
 

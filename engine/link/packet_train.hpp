@@ -20,16 +20,16 @@ struct Dispersion {
     bool spread{};         // it arrived more slowly than it was sent, so this is what the path carries
 };
 
-class Train {
+class PacketTrain {
 public:
-    Train() = default;
+    PacketTrain() = default;
 
     // Fewer datagrams tell little: what one system call sends, or one interrupt delivers, has no spacing.
     static constexpr std::uint32_t least_datagrams = 12;
 
     // `quiet`: nothing was in flight when this datagram left.
     void on_send(std::uint64_t number, bool quiet) {
-        if (quiet) *this = Train(number);
+        if (quiet) *this = PacketTrain(number);
         if (!answered_) last_ = number;
     }
     // A datagram of the link arrived. Within a report they come in rising order, the timed one last.
@@ -64,7 +64,7 @@ public:
     }
 
 private:
-    explicit Train(std::uint64_t from) : from_(from) {}
+    explicit PacketTrain(std::uint64_t from) : from_(from) {}
 
     std::uint64_t from_{}, last_{};  // numbers of the train
     std::uint64_t bytes_{};          // that arrived after the first timed datagram

@@ -11,9 +11,10 @@
 
 namespace storm {
 
-class Line {
+class SharedBottleneck {
 public:
-    Line(std::size_t world, Nanos now, std::size_t paths = 1) : meters_(paths, LineMeter(now)), loads_(world) {}
+    SharedBottleneck(std::size_t world, Nanos now, std::size_t paths = 1)
+        : meters_(paths, BottleneckMeter(now)), loads_(world) {}
 
     // Bytes that a report says were delivered, over any link of the path. Returns the speed of the path's line in bytes per
     // second, if known.
@@ -54,7 +55,7 @@ private:
         std::uint64_t bytes{};
         Nanos deadline{never};  // the shortest of its messages
     };
-    std::vector<LineMeter> meters_;  // by path
+    std::vector<BottleneckMeter> meters_;  // by path
     Nanos due_at_{};
     std::vector<Load> loads_;  // by rank
 };

@@ -404,7 +404,7 @@ void divide_into(const float* sum, float divisor, std::size_t elements, Dtype ou
     }
 }
 
-void place(std::byte* to, const std::byte* from, std::size_t bytes, bool large) {
+void copy_streaming(std::byte* to, const std::byte* from, std::size_t bytes, bool large) {
 #if defined(__x86_64__)
     constexpr std::size_t line = 64;
     const std::size_t head = -reinterpret_cast<std::uintptr_t>(to) % line;

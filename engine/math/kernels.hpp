@@ -24,7 +24,7 @@ void sum_in_order(Dtype wire, std::span<const std::byte* const> inputs, std::siz
 
 // Copies bytes. A `large` destination, one that no near cache holds, is written past the caches where the machine can: the
 // copy need not read what it overwrites, and the caches stay free for data that is still to come.
-void place(std::byte* to, const std::byte* from, std::size_t bytes, bool large);
+void copy_streaming(std::byte* to, const std::byte* from, std::size_t bytes, bool large);
 
 // Copies elements and returns whether all of them are finite, in one pass over memory. Where `to` is `from`, it only looks.
 [[nodiscard]] bool copy_finite(Dtype dtype, const std::byte* from, std::size_t elements, std::byte* to);

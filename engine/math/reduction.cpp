@@ -7,7 +7,7 @@
 
 namespace storm {
 
-Reduction::Reduction(const ReductionSpec& spec, std::uint32_t contributors, std::size_t chunk_bytes, Blocks& blocks)
+Reduction::Reduction(const ReductionSpec& spec, std::uint32_t contributors, std::size_t chunk_bytes, BlockPool& blocks)
     : spec_(spec),
       contributors_(contributors),
       chunks_(static_cast<std::uint32_t>(spec.bytes == 0 ? 1 : (spec.bytes + chunk_bytes - 1) / chunk_bytes)),
@@ -32,8 +32,8 @@ Reduction::Reduction(const ReductionSpec& spec, std::uint32_t contributors, std:
 }
 
 Reduction::~Reduction() {
-    for (auto& block : waiting_) blocks_.give_back(std::move(block));
-    for (Sum& sum : sums_) blocks_.give_back(std::move(sum.early));
+    for (auto& block : waiting_) blocks_.release(std::move(block));
+    for (Sum& sum : sums_) blocks_.release(std::move(sum.early));
 }
 
 void Reduction::contribute(std::uint32_t contributor, std::uint32_t chunk, std::span<const std::byte> payload) {
@@ -66,10 +66,10 @@ void Reduction::contribute(std::uint32_t contributor, std::uint32_t chunk, std::
     settle(chunk);
 }
 
-void Reduction::give_up(std::uint32_t contributor, std::uint32_t chunk) {
+void Reduction::mark_missing(std::uint32_t contributor, std::uint32_t chunk) {
     if (spec_.mode == Reduce::in_order) {
-        if (absent_.empty()) absent_.resize(std::size_t{chunks_} * contributors_);
-        absent_[std::size_t{chunk} * contributors_ + contributor] = true;
+        if (missing_.empty()) missing_.resize(std::size_t{chunks_} * contributors_);
+        missing_[std::size_t{chunk} * contributors_ + contributor] = true;
         if (is_next(chunk, contributor) || pending_[chunk] == 1) fold(chunk, contributor, nullptr);
     }
     settle(chunk);
@@ -123,7 +123,7 @@ void Reduction::fold(std::uint32_t chunk, std::uint32_t contributor, const std::
             inputs_.push_back(payload);
         } else if (waiting != nullptr && waiting[each]) {
             inputs_.push_back(waiting[each].get());
-        } else if (absent_.empty() || !absent_[std::size_t{chunk} * contributors_ + each]) {
+        } else if (missing_.empty() || !missing_[std::size_t{chunk} * contributors_ + each]) {
             break;
         }
     }
@@ -131,14 +131,14 @@ void Reduction::fold(std::uint32_t chunk, std::uint32_t contributor, const std::
     const float by = complete ? divisor(count_[chunk]) : 1.0F;
     if (sum.terms > own) {
         sum_in_order(spec_.wire, inputs_, count, by, spec_.out_dtype, out_at(chunk));
-        blocks_.give_back(std::move(sum.early));
+        blocks_.release(std::move(sum.early));
     } else if (!inputs_.empty()) {
         if (!sum.early) sum.early = blocks_.take();
         sum_in_order(spec_.wire, inputs_, count, by, spec_.wire, sum.early.get());
     }
     if (waiting == nullptr) return;
     for (std::uint32_t term = first; term < sum.terms; ++term) {
-        if (term != own) blocks_.give_back(std::move(waiting[term < own ? term : term - 1]));
+        if (term != own) blocks_.release(std::move(waiting[term < own ? term : term - 1]));
     }
 }
 

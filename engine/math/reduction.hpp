@@ -36,14 +36,14 @@ struct ReductionSpec {
 
 class Reduction {
 public:
-    Reduction(const ReductionSpec& spec, std::uint32_t contributors, std::size_t chunk_bytes, Blocks& blocks);
+    Reduction(const ReductionSpec& spec, std::uint32_t contributors, std::size_t chunk_bytes, BlockPool& blocks);
     ~Reduction();
     Reduction(const Reduction&) = delete;
     Reduction& operator=(const Reduction&) = delete;
 
     // Each (contributor, chunk) is settled once, by one of these two.
     void contribute(std::uint32_t contributor, std::uint32_t chunk, std::span<const std::byte> payload);
-    void give_up(std::uint32_t contributor, std::uint32_t chunk);
+    void mark_missing(std::uint32_t contributor, std::uint32_t chunk);
     // Whether a contribution would be added up at once if those before it had come, and now has to be kept until they have.
     [[nodiscard]] bool early(std::uint32_t contributor, std::uint32_t chunk) const {
         // 16-bit terms are kept in any case: see `is_next`.
@@ -74,7 +74,7 @@ private:
     std::uint32_t contributors_;
     std::uint32_t chunks_;
     std::size_t chunk_bytes_;
-    Blocks& blocks_;
+    BlockPool& blocks_;
     std::vector<std::uint16_t> pending_;  // contributors not settled yet, per chunk
     std::vector<std::uint16_t> count_;    // copies in the sum, per chunk
     // in_order: how many terms of a chunk are summed so far. The sum lies in a block until our own contribution is in it,
@@ -85,7 +85,7 @@ private:
     };
     std::vector<Sum> sums_;
     std::vector<std::unique_ptr<std::byte[]>> waiting_;  // copies that came before their turn, [chunk][contributor]
-    std::vector<bool> absent_;                           // those that will not come; empty as long as there are none
+    std::vector<bool> missing_;                          // those that will not come; empty as long as there are none
     std::unique_ptr<float[]> wide_sum_;                  // arrived: float32 sums where `out` is narrower
     std::vector<const std::byte*> inputs_;
     std::vector<std::uint32_t> final_;

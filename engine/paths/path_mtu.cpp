@@ -95,7 +95,7 @@ void PathMtu::begin_round(Phase phase, Nanos now) {
     ++rounds_;
 }
 
-std::size_t PathMtu::take_probe(bool in_use, Nanos patience, Nanos now) {
+std::size_t PathMtu::take_probe(bool in_use, Nanos probe_timeout, Nanos now) {
     if (phase_ == Phase::trusting && in_use && bytes_ < most_ && now >= climb_at_) {
         rounds_ = 0;
         sizes_ = usual_between(bytes_, most_);
@@ -109,7 +109,7 @@ std::size_t PathMtu::take_probe(bool in_use, Nanos patience, Nanos now) {
     }
     send_at_ = never;
     // Later rounds wait longer: the round trip may be longer than was thought.
-    judge_at_ = now + (patience << std::min(rounds_ - 1, 2U));
+    judge_at_ = now + (probe_timeout << std::min(rounds_ - 1, 2U));
     return 0;
 }
 

@@ -32,8 +32,8 @@ public:
     void on_refused(std::size_t bytes, Nanos now);
 
     // The size of the probe to send now, which counts as sent; 0 if none is due. `in_use`: messages wait for this peer, so
-    // that a larger size would help. `patience`: how long an answer may take.
-    [[nodiscard]] std::size_t take_probe(bool in_use, Nanos patience, Nanos now);
+    // that a larger size would help. `probe_timeout`: how long an answer may take.
+    [[nodiscard]] std::size_t take_probe(bool in_use, Nanos probe_timeout, Nanos now);
     // Judges a round of probes that is over. True if the size that the path carries has changed since the last call.
     [[nodiscard]] bool tick(Nanos now);
     // Whether `tick` would do anything now.

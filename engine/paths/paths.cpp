@@ -13,7 +13,7 @@ std::size_t report_words(std::size_t datagram_bytes) {
 }
 
 // So many times its patience a path may leave everything unanswered.
-constexpr Nanos most_patience = 3;
+constexpr Nanos most_probe_timeouts = 3;
 
 }  // namespace
 
@@ -30,38 +30,40 @@ void Link::fit_reports(std::size_t datagram_bytes) { in.set_most_words(report_wo
 
 Nanos Link::report_delay() const { return std::clamp<Nanos>(out.smooth_rtt() / 8, millisecond / 2, 10 * millisecond); }
 
-PieceCut Link::cut(std::size_t chunk_bytes, std::size_t seal_bytes) const {
+PieceLayout Link::layout(std::size_t chunk_bytes, std::size_t seal_bytes) const {
     const std::size_t overhead = header_bytes + seal_bytes;
     if (chunk_bytes + overhead <= path.bytes()) return {chunk_bytes, 1};
-    return PieceCut::within(chunk_bytes, path.bytes(), overhead);
+    return PieceLayout::for_datagram(chunk_bytes, path.bytes(), overhead);
 }
 
 bool Link::unanswered(Nanos now) const {
-    const Nanos longest = out.smooth_rtt() == 0 ? unknown_wait : most_patience * out.patience();
+    const Nanos longest = out.smooth_rtt() == 0 ? unknown_rtt_timeout : most_probe_timeouts * out.probe_timeout();
     return out.probes() >= 2 && now - out.waiting_since() >= longest;
 }
 
-void Link::fall(Nanos now) {
+void Link::mark_down(Nanos now) {
     down = true;
     asks = false;
     ++outages;
-    ask_every = std::min(out.patience(), longest_ask);
-    ask_at = now;
+    probe_interval = std::min(out.probe_timeout(), longest_probe_interval);
+    probe_due_at = now;
 }
 
-void Link::asked(Nanos now) {
+void Link::on_probe_sent(Nanos now) {
     asks = true;
-    ask_at = now + ask_every;
-    ask_every = std::min(2 * ask_every, longest_ask);
+    probe_due_at = now + probe_interval;
+    probe_interval = std::min(2 * probe_interval, longest_probe_interval);
 }
 
 void Link::on_answer(Nanos now) {
     answered_at = now;
     down = false;
-    ask_at = never;
+    probe_due_at = never;
 }
 
-Nanos Link::delay(Nanos now) const { return suspect(now) ? most_patience * out.patience() : out.smooth_rtt() / 2; }
+Nanos Link::delay(Nanos now) const {
+    return suspect(now) ? most_probe_timeouts * out.probe_timeout() : out.smooth_rtt() / 2;
+}
 
 Links::Links(std::size_t count, std::uint64_t credit_bytes, const RateControl& rate, const PathMtu& path,
              std::size_t chunk_bytes, Nanos now) {
@@ -70,7 +72,7 @@ Links::Links(std::size_t count, std::uint64_t credit_bytes, const RateControl& r
     if (!several()) return;
     for (Link& link : all_) {
         link.asks = true;  // so that its round trip is known before there is data
-        link.out.hurry();
+        link.out.probe_quickly();
     }
 }
 
@@ -110,9 +112,9 @@ bool Links::better_without(const Link& link, const Order& order, std::uint64_t w
     return seconds * static_cast<double>(second) + static_cast<double>(delay) < static_cast<double>(link.delay(now));
 }
 
-void Links::report_news() {
+void Links::report_unreported() {
     for (Link& link : all_) {
-        if (link.index == heard_ || link.in.has_news()) link.in.report_now();
+        if (link.index == last_received_ || link.in.has_unreported()) link.in.report_now();
     }
 }
 
@@ -150,9 +152,9 @@ Nanos Links::round_trip() const {
     return longest;
 }
 
-Nanos Links::patience() const {
+Nanos Links::probe_timeout() const {
     Nanos longest = 0;
-    for (const Link& link : all_) longest = std::max(longest, link.down ? 0 : link.out.patience());
+    for (const Link& link : all_) longest = std::max(longest, link.down ? 0 : link.out.probe_timeout());
     return longest;
 }
 
@@ -164,9 +166,9 @@ Nanos Links::spread() const {
     return least == never ? 0 : (round_trip() - least) / 2;
 }
 
-bool Links::cuts(std::size_t chunk_bytes, std::size_t seal_bytes) const {
+bool Links::splits_chunks(std::size_t chunk_bytes, std::size_t seal_bytes) const {
     return std::any_of(all_.begin(), all_.end(),
-                       [&](const Link& link) { return !link.down && link.cut(chunk_bytes, seal_bytes).count > 1; });
+                       [&](const Link& link) { return !link.down && link.layout(chunk_bytes, seal_bytes).count > 1; });
 }
 
 std::vector<PathHealth> Links::health() const {

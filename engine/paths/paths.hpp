@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "base/clock.hpp"
-#include "link/link.hpp"
 #include "congestion/rate_control.hpp"
+#include "link/link.hpp"
 #include "paths/path_mtu.hpp"
 #include "paths/routes.hpp"
 #include "wire/pieces.hpp"
@@ -28,9 +28,9 @@ inline constexpr std::size_t most_paths = 4;
 // One path to a peer.
 struct Link {
     // How long a path whose round trip is not known may take to answer.
-    static constexpr Nanos unknown_wait = 300 * millisecond;
+    static constexpr Nanos unknown_rtt_timeout = 300 * millisecond;
     // A path that is down is asked at once, then less and less.
-    static constexpr Nanos longest_ask = second / 2;
+    static constexpr Nanos longest_probe_interval = second / 2;
 
     Link(std::uint8_t path_index, std::uint64_t credit_bytes, const RateControl& its_rate, const PathMtu& its_path,
          std::size_t chunk_bytes, Nanos now);
@@ -41,16 +41,16 @@ struct Link {
     [[nodiscard]] Nanos report_delay() const;
     // How a chunk travels: whole as one piece, or in several where the path carries less. `seal_bytes`: what sealing adds to
     // a datagram.
-    [[nodiscard]] PieceCut cut(std::size_t chunk_bytes, std::size_t seal_bytes) const;
+    [[nodiscard]] PieceLayout layout(std::size_t chunk_bytes, std::size_t seal_bytes) const;
     // When to ask whether the path still answers, or answers again.
-    [[nodiscard]] Nanos probe_at() const { return down ? ask_at : out.probe_at(); }
+    [[nodiscard]] Nanos probe_at() const { return down ? probe_due_at : out.probe_at(); }
     // Whether answers are overdue.
-    [[nodiscard]] bool suspect(Nanos now) const { return out.probes() > 0 || out.dark(now); }
+    [[nodiscard]] bool suspect(Nanos now) const { return out.probes() > 0 || out.ack_overdue(now); }
     // Whether nothing was answered for so long that the path is dead, if another one answers.
     [[nodiscard]] bool unanswered(Nanos now) const;
-    void fall(Nanos now);
+    void mark_down(Nanos now);
     // A path that is down was asked once more.
-    void asked(Nanos now);
+    void on_probe_sent(Nanos now);
     // Something that was sent over it has arrived.
     void on_answer(Nanos now);
     // When something sent now might arrive, apart from the bytes before it.
@@ -64,10 +64,10 @@ struct Link {
     Pieces pieces;    // chunks that are not complete
     Replies replies;  // since the driver last took them
     bool down{};
-    bool asks{};          // a ping is to be sent over this very path
-    Nanos ask_at{never};  // when to ask again, while it is down
-    Nanos ask_every{};    // and how long after that
-    Nanos answered_at{};  // when the latest answer came
+    bool asks{};                // a ping is to be sent over this very path
+    Nanos probe_due_at{never};  // when to ask again, while it is down
+    Nanos probe_interval{};     // and how long after that
+    Nanos answered_at{};        // when the latest answer came
     std::uint64_t bytes_sent{}, bytes_received{};
     std::uint32_t outages{};  // how often it fell
 };
@@ -113,10 +113,10 @@ public:
                                       Nanos now) const;
 
     // Reports are due at once, on paths where there is something to tell and on the one that was heard last.
-    void report_news();
+    void report_unreported();
     // Reports are due at once, on all paths.
     void report_now();
-    void heard_on(const Link& link) { heard_ = link.index; }
+    void received_on(const Link& link) { last_received_ = link.index; }
 
     // What a message meets that goes over all paths that are up: the mean of their losses, weighted by rate; the longest
     // bursts; the sum of their rates; the longest round trip and patience.
@@ -125,17 +125,17 @@ public:
     [[nodiscard]] double burst() const;
     [[nodiscard]] double bytes_per_s() const;
     [[nodiscard]] Nanos round_trip() const;
-    [[nodiscard]] Nanos patience() const;
+    [[nodiscard]] Nanos probe_timeout() const;
     // By how much longer one path may take than another, one way.
     [[nodiscard]] Nanos spread() const;
     // Whether a chunk is cut into pieces on any path.
-    [[nodiscard]] bool cuts(std::size_t chunk_bytes, std::size_t seal_bytes) const;
+    [[nodiscard]] bool splits_chunks(std::size_t chunk_bytes, std::size_t seal_bytes) const;
 
     [[nodiscard]] std::vector<PathHealth> health() const;
 
 private:
     std::vector<Link> all_;
-    std::uint8_t heard_{};
+    std::uint8_t last_received_{};
 };
 
 }  // namespace storm

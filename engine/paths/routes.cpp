@@ -23,14 +23,14 @@ Routes::Route Routes::look(std::uint16_t rank) const {
 }
 
 void Routes::offer(std::uint16_t rank, const Address& address, Nanos now) {
-    states_.at(rank).rest_until = 0;
-    consider(rank, address, now, offered_lasts);
+    states_.at(rank).ignore_until = 0;
+    add_candidate(rank, address, now, offered_lifetime);
 }
 
-bool Routes::consider(std::uint16_t rank, const Address& address, Nanos now, Nanos lasts) {
+bool Routes::add_candidate(std::uint16_t rank, const Address& address, Nanos now, Nanos lasts) {
     State& state = states_[rank];
     std::vector<Candidate>& candidates = state.candidates;
-    if (now < state.rest_until) return false;
+    if (now < state.ignore_until) return false;
     const bool replies = now >= state.reply_at;
     if (replies) state.reply_at = now + reply_every;
     for (Candidate& each : candidates) {
@@ -50,40 +50,42 @@ bool Routes::consider(std::uint16_t rank, const Address& address, Nanos now, Nan
     return replies;
 }
 
-void Routes::answered(std::uint16_t rank, const Replies& replies, Nanos patience, Nanos now) {
+void Routes::answered(std::uint16_t rank, const Replies& replies, Nanos probe_timeout, Nanos now) {
     State& state = states_[rank];
     state.answered = std::max(state.answered, replies.sent_at);
     for (const std::uint32_t id : replies.challenges) {
         for (Candidate& each : state.candidates) {
             if (each.id != id || each.decide_at != never) continue;
             const bool contested = state.answered > 0 && each.address != present_[rank];
-            each.decide_at = contested ? each.began + std::clamp(2 * patience, least_contest, longest_contest) : now;
+            each.decide_at =
+                contested ? each.began + std::clamp(2 * probe_timeout, least_contest, longest_contest) : now;
             due_at_ = std::min(due_at_, each.decide_at);
         }
     }
 }
 
-Routes::Verdict Routes::judge(std::uint16_t rank, const Candidate& candidate, Nanos now) {
+Routes::CandidateState Routes::check_candidate(std::uint16_t rank, const Candidate& candidate, Nanos now) {
     State& state = states_[rank];
     if (candidate.address == present_[rank]) {
-        if (candidate.decide_at == never) return now < candidate.ends_at ? Verdict::open : Verdict::dropped;
+        if (candidate.decide_at == never)
+            return now < candidate.ends_at ? CandidateState::open : CandidateState::dropped;
         state.answered = std::max(state.answered, candidate.began);
-        return Verdict::dropped;
+        return CandidateState::dropped;
     }
     if (state.answered > 0 && state.answered >= candidate.began) {
-        state.rest_until = now + rest;
-        return Verdict::dropped;
+        state.ignore_until = now + rest;
+        return CandidateState::dropped;
     }
-    if (now < candidate.decide_at) return now < candidate.ends_at ? Verdict::open : Verdict::dropped;
+    if (now < candidate.decide_at) return now < candidate.ends_at ? CandidateState::open : CandidateState::dropped;
     present_[rank] = candidate.address;
     state.answered = now;
-    if (keep_at_ == never) keep_at_ = now + keep_every;
-    return Verdict::moved;
+    if (keepalive_at_ == never) keepalive_at_ = now + keepalive_interval;
+    return CandidateState::moved;
 }
 
-void Routes::keep_open(Nanos now) {
-    keeps_all_ = true;
-    keep_at_ = std::min(keep_at_, now + keep_every);
+void Routes::enable_keepalive(Nanos now) {
+    keepalive_all_ = true;
+    keepalive_at_ = std::min(keepalive_at_, now + keepalive_interval);
 }
 
 void Routes::schedule() {

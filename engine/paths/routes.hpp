@@ -40,7 +40,7 @@ public:
     static constexpr std::size_t most_candidates = 4;
     // Routers forget what nobody uses after half a minute or more. More often, so that a port that has changed is noticed
     // before its rank counts as silent.
-    static constexpr Nanos keep_every = 5 * second;
+    static constexpr Nanos keepalive_interval = 5 * second;
 
     // The addresses that the peers' cards name, by rank: used until others prove better.
     void assign(std::vector<Address> cards);
@@ -62,12 +62,12 @@ public:
     // address of one that was delayed, or held back by somebody, may be out of date. True if the peer should be answered
     // there, too: it may be asking whether we are reached, while we do not know yet that it is there.
     [[nodiscard]] bool heard(std::uint16_t rank, const Address& from, bool newest, Nanos now) {
-        return newest && from != present_[rank] && consider(rank, from, now, heard_lasts);
+        return newest && from != present_[rank] && add_candidate(rank, from, now, observed_lifetime);
     }
-    // `patience`: how long an answer of the peer may take.
-    void answered(std::uint16_t rank, const Replies& replies, Nanos patience, Nanos now);
+    // `probe_timeout`: how long an answer of the peer may take.
+    void answered(std::uint16_t rank, const Replies& replies, Nanos probe_timeout, Nanos now);
     // Has all peers pinged from time to time, as a router translates our address. Peers at learned addresses always are.
-    void keep_open(Nanos now);
+    void enable_keepalive(Nanos now);
 
     struct Challenge {
         std::uint16_t rank{};
@@ -79,10 +79,10 @@ public:
     template <class Send, class Ping, class Moved>
     void tick(Nanos now, Send&& challenge, Ping&& ping, Moved&& moved);
     // When to call `tick` at the latest.
-    [[nodiscard]] Nanos next_timer() const { return std::min(due_at_, keep_at_); }
+    [[nodiscard]] Nanos next_timer() const { return std::min(due_at_, keepalive_at_); }
 
 private:
-    static constexpr Nanos heard_lasts = 5 * second, offered_lasts = 30 * second;
+    static constexpr Nanos observed_lifetime = 5 * second, offered_lifetime = 30 * second;
     static constexpr Nanos first_pause = 20 * millisecond, longest_pause = second;
     // How long the present address may take to show that it still answers, unless the path is slower.
     static constexpr Nanos least_contest = 100 * millisecond, longest_contest = second;
@@ -100,30 +100,30 @@ private:
     struct State {
         Address card;
         Nanos answered{};  // when the latest datagram that the present address answered was sent; 0 if it never did
-        Nanos rest_until{};
+        Nanos ignore_until{};
         Nanos reply_at{};  // the earliest time of another answer to an address in question
         std::vector<Candidate> candidates{};
     };
 
-    enum class Verdict : std::uint8_t { open, dropped, moved };
-    bool consider(std::uint16_t rank, const Address& address, Nanos now, Nanos lasts);
-    [[nodiscard]] Verdict judge(std::uint16_t rank, const Candidate& candidate, Nanos now);
+    enum class CandidateState : std::uint8_t { open, dropped, moved };
+    bool add_candidate(std::uint16_t rank, const Address& address, Nanos now, Nanos lasts);
+    [[nodiscard]] CandidateState check_candidate(std::uint16_t rank, const Candidate& candidate, Nanos now);
     void schedule();
 
     std::vector<Address> present_;
     std::vector<State> states_;
     std::vector<std::uint16_t> active_;  // ranks with candidates
     std::uint32_t ids_{};
-    Nanos due_at_{never}, keep_at_{never};
-    bool keeps_all_{};
+    Nanos due_at_{never}, keepalive_at_{never};
+    bool keepalive_all_{};
 };
 
 template <class Send, class Ping, class Moved>
 void Routes::tick(Nanos now, Send&& challenge, Ping&& ping, Moved&& moved) {
-    if (now >= keep_at_) {
-        keep_at_ = now + keep_every;
+    if (now >= keepalive_at_) {
+        keepalive_at_ = now + keepalive_interval;
         for (std::uint16_t rank = 0; rank < present_.size(); ++rank) {
-            if (keeps_all_ || look(rank).learned) ping(rank);
+            if (keepalive_all_ || look(rank).learned) ping(rank);
         }
     }
     if (now < due_at_) return;
@@ -131,14 +131,14 @@ void Routes::tick(Nanos now, Send&& challenge, Ping&& ping, Moved&& moved) {
         std::vector<Candidate>& candidates = states_[rank].candidates;
         for (std::size_t at = 0; at < candidates.size();) {
             Candidate& each = candidates[at];
-            const Verdict verdict = judge(rank, each, now);
-            if (verdict == Verdict::moved) {
+            const CandidateState verdict = check_candidate(rank, each, now);
+            if (verdict == CandidateState::moved) {
                 // The others were candidates for the place of an address that is gone.
                 candidates.clear();
                 moved(rank);
                 break;
             }
-            if (verdict == Verdict::dropped) {
+            if (verdict == CandidateState::dropped) {
                 candidates.erase(candidates.begin() + static_cast<std::ptrdiff_t>(at));
                 continue;
             }

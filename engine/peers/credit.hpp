@@ -12,30 +12,32 @@ class Credit {
 public:
     // `buffer_bytes`: what the socket holds. `world`: ranks, with our own. All peers are there at first.
     Credit(std::size_t buffer_bytes, std::size_t world)
-        : buffer_bytes_(buffer_bytes), open_(world), away_(world), peers_(world > 0 ? world - 1 : 0) {}
+        : buffer_bytes_(buffer_bytes), open_messages_(world), absent_(world), peers_(world > 0 ? world - 1 : 0) {}
 
     // A peer is there from now on, or no longer: only those that are there share.
-    void arrive(std::uint16_t peer) {
-        if (std::exchange(away_[peer], 0) != 0) ++peers_;
+    void add_peer(std::uint16_t peer) {
+        if (std::exchange(absent_[peer], 0) != 0) ++peers_;
     }
-    void depart(std::uint16_t peer) {
-        if (std::exchange(away_[peer], 1) == 0) --peers_;
+    void remove_peer(std::uint16_t peer) {
+        if (std::exchange(absent_[peer], 1) == 0) --peers_;
     }
     [[nodiscard]] std::size_t peers() const { return peers_; }
 
     // A message from this peer is awaited, or no longer awaited. `open` returns whether the credit of others shrinks, as
     // this peer was not awaited before.
     bool open(std::uint16_t peer) {
-        const bool first = open_[peer]++ == 0;
+        const bool first = open_messages_[peer]++ == 0;
         if (first) ++awaited_;
         return first;
     }
     void close(std::uint16_t peer) {
-        if (--open_[peer] == 0) --awaited_;
+        if (--open_messages_[peer] == 0) --awaited_;
     }
     // Half of the buffer is divided among all peers, a quarter among those that we await: as they finish one after the
     // other the last ones get more, and a quarter is left for what was granted to those before.
-    [[nodiscard]] std::uint64_t bytes(std::uint16_t peer) const { return share(open_[peer] > 0 ? awaited_ : peers_); }
+    [[nodiscard]] std::uint64_t bytes(std::uint16_t peer) const {
+        return share(open_messages_[peer] > 0 ? awaited_ : peers_);
+    }
     // The credit of a peer that we do not await.
     [[nodiscard]] std::uint64_t idle_bytes() const { return share(peers_); }
 
@@ -47,10 +49,10 @@ private:
     }
 
     std::size_t buffer_bytes_;
-    std::vector<std::uint32_t> open_;  // by rank: messages that we await
-    std::vector<std::uint8_t> away_;   // by rank: not there
-    std::size_t peers_;                // that are there
-    std::size_t awaited_{};            // peers of which we await any
+    std::vector<std::uint32_t> open_messages_;  // by rank: messages that we await
+    std::vector<std::uint8_t> absent_;          // by rank: not there
+    std::size_t peers_;                         // that are there
+    std::size_t awaited_{};                     // peers of which we await any
 };
 
 }  // namespace storm

@@ -9,56 +9,56 @@ Peer::Peer(std::uint16_t its_rank, std::uint64_t credit_bytes, const RateControl
            std::size_t chunk_bytes, Nanos now, std::size_t paths, Nanos silence)
     : rank(its_rank),
       links(paths, credit_bytes, its_rate, its_path, chunk_bytes, now),
-      last_heard_(now),
-      doubt_(silence) {}
+      last_received_(now),
+      port_unreachable_(silence) {}
 
-void Peer::say(const Control& what) {
-    const bool farewell = left_ && what.kind == Kind::bye && !told && farewells > 0;
-    if (farewell) --farewells;
-    if (!left_ || farewell || what.kind == Kind::done) controls.push(what);
+void Peer::queue_control(const Control& what) {
+    const bool repeats_goodbye = left_ && what.kind == Kind::bye && !goodbye_acked && goodbye_repeats > 0;
+    if (repeats_goodbye) --goodbye_repeats;
+    if (!left_ || repeats_goodbye || what.kind == Kind::done) controls.push(what);
 }
 
-void Peer::pass(std::vector<std::byte> note) {
+void Peer::queue_view_message(std::vector<std::byte> note) {
     if (left_) return;
-    if (notes.size() == most_notes) notes.pop_front();
-    notes.push_back(std::move(note));
+    if (view_messages.size() == most_view_messages) view_messages.pop_front();
+    view_messages.push_back(std::move(note));
 }
 
-void Peer::hear(Nanos now) {
-    last_heard_ = now;
+void Peer::on_received(Nanos now) {
+    last_received_ = now;
     silent_ = false;
-    doubt_.clear();
-    if (!links.several()) links[0].out.heard();
+    port_unreachable_.clear();
+    if (!links.several()) links[0].out.on_received();
 }
 
-void Peer::hear(Nanos now, Link& link) {
-    hear(now);
+void Peer::on_received(Nanos now, Link& link) {
+    on_received(now);
     if (!links.several()) return;
-    link.out.heard();
-    links.heard_on(link);
+    link.out.on_received();
+    links.received_on(link);
 }
 
 Nanos Peer::silent_at(Nanos started, Nanos silence) const {
-    return std::min(std::max(last_heard_, started) + silence, doubt_.silent_at(started));
+    return std::min(std::max(last_received_, started) + silence, port_unreachable_.silent_at(started));
 }
 
 Nanos Peer::ping_at(Nanos started, Nanos silence) const {
-    return std::max(std::max(last_heard_, started) + silence / 4, next_ping_);
+    return std::max(std::max(last_received_, started) + silence / 4, next_ping_);
 }
 
 void Peer::ping(Nanos now, Nanos silence) {
     next_ping_ = now + silence / 4;
-    say({.kind = Kind::ping});
+    queue_control({.kind = Kind::ping});
 }
 
-void Peer::ask_again(Nanos now) {
-    if (!left_ && doubt_.ask(now)) say({.kind = Kind::ping});
+void Peer::probe_if_due(Nanos now) {
+    if (!left_ && port_unreachable_.probe_due(now)) queue_control({.kind = Kind::ping});
 }
 
-void Peer::leave(Blame why) {
+void Peer::leave(FailureCause why) {
     left_ = true;
-    notes.clear();
-    left_for_ = why;
+    view_messages.clear();
+    leave_cause_ = why;
 }
 
 void Peer::on_data_lost(Nanos now) {
@@ -77,7 +77,7 @@ bool Peer::asks() const {
 }
 
 bool Peer::due(Nanos now) const {
-    return now >= loss_timer() || now >= probe_timer() || now >= doubt_timer() ||
+    return now >= loss_timer() || now >= probe_timer() || now >= unreachable_timer() ||
            std::any_of(links.begin(), links.end(), [&](const Link& link) { return link.path.due(now); });
 }
 

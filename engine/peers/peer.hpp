@@ -19,7 +19,7 @@ namespace storm {
 
 class Peer {
 public:
-    static constexpr std::size_t most_notes = 16;
+    static constexpr std::size_t most_view_messages = 16;
 
     // `credit_bytes`: what it may have in flight to us at first, on each of so many paths. `chunk_bytes`: no chunk of the job
     // is larger.
@@ -27,38 +27,38 @@ public:
          std::size_t chunk_bytes, Nanos now, std::size_t paths = 1, Nanos silence = 10 * second);
 
     // How often a goodbye is said again to a peer that we part from: it may be gone, and never answer.
-    static constexpr unsigned most_farewells = 8;
+    static constexpr unsigned most_goodbye_repeats = 8;
 
-    // Queues a control datagram. Once the peer has left, only `done` is still said, and goodbyes as long as `farewells` lasts.
-    void say(const Control& what);
+    // Queues a control datagram. Once the peer has left, only `done` is still said, and goodbyes as long as `goodbye_repeats` lasts.
+    void queue_control(const Control& what);
 
     // Queues a note. Only the latest are kept: each says more than those before.
-    void pass(std::vector<std::byte> note);
-    [[nodiscard]] bool has_words() const { return !controls.empty() || !notes.empty() || asks(); }
+    void queue_view_message(std::vector<std::byte> note);
+    [[nodiscard]] bool has_pending_control() const { return !controls.empty() || !view_messages.empty() || asks(); }
     // Whether a ping is to be sent over a certain path.
     [[nodiscard]] bool asks() const;
 
     // Silence. A peer that was silent for too long is taken for lost; it is healed by any datagram that it sends.
-    void hear(Nanos now);              // through shared memory
-    void hear(Nanos now, Link& link);  // over this path
+    void on_received(Nanos now);              // through shared memory
+    void on_received(Nanos now, Link& link);  // over this path
     void fall_silent() { silent_ = true; }
     [[nodiscard]] bool silent() const { return silent_; }
-    [[nodiscard]] Nanos last_heard() const { return last_heard_; }
+    [[nodiscard]] Nanos last_received() const { return last_received_; }
     // When a peer that takes part in an exchange begun at `started` counts as silent.
     [[nodiscard]] Nanos silent_at(Nanos started, Nanos silence) const;
     // When to ping a peer that we only wait for: nothing else would show whether it lives.
     [[nodiscard]] Nanos ping_at(Nanos started, Nanos silence) const;
     void ping(Nanos now, Nanos silence);
     // The kernel of its machine says that nobody listens there. True once: when it counts as dead by that.
-    [[nodiscard]] bool refuse(Nanos now) { return doubt_.refuse(now); }
+    [[nodiscard]] bool on_unreachable(Nanos now) { return port_unreachable_.on_unreachable(now); }
     // Asks it for a sign of life, if it is time.
-    void ask_again(Nanos now);
-    [[nodiscard]] Nanos doubt_timer() const { return left_ ? never : doubt_.timer(); }
+    void probe_if_due(Nanos now);
+    [[nodiscard]] Nanos unreachable_timer() const { return left_ ? never : port_unreachable_.timer(); }
 
     // A goodbye: the peer left, and why if it said so.
-    void leave(Blame why);
+    void leave(FailureCause why);
     [[nodiscard]] bool left() const { return left_; }
-    [[nodiscard]] Blame left_for() const { return left_for_; }
+    [[nodiscard]] FailureCause leave_cause() const { return leave_cause_; }
 
     // A path is blocked when the peer answers but no data reaches it. Losses themselves, and not merely the time since
     // one, must span the silence, as there may have been nothing to send.
@@ -83,24 +83,24 @@ public:
     [[nodiscard]] Nanos report_timer(std::uint64_t credit_bytes) const;
 
     const std::uint16_t rank;
-    Links links;                               // the paths to it
-    SendQueue queue;                           // messages to it
-    Controls controls;                         // filled by `say`
-    std::deque<std::vector<std::byte>> notes;  // filled by `pass`
-    std::unique_ptr<Passage> passage;          // shared memory, if it is on the same machine
-    bool vacant{};                             // nobody has the slot: whatever comes from it is forged
-    bool told{};                               // it knows that we leave
-    bool refused{};                            // the pool turned a chunk from it away
-    unsigned farewells{};                      // how often it may still be told again that we part from it
+    Links links;                                         // the paths to it
+    SendQueue queue;                                     // messages to it
+    Controls controls;                                   // filled by `queue_control`
+    std::deque<std::vector<std::byte>> view_messages;    // filled by `queue_view_message`
+    std::unique_ptr<SharedMemoryChannel> shared_memory;  // shared memory, if it is on the same machine
+    bool vacant{};                                       // nobody has the slot: whatever comes from it is forged
+    bool goodbye_acked{};                                // it knows that we leave
+    bool pool_was_full{};                                // the pool turned a chunk from it away
+    unsigned goodbye_repeats{};                          // how often it may still be told again that we part from it
 
 private:
-    Nanos last_heard_;
+    Nanos last_received_;
     Nanos next_ping_{};
     Nanos data_lost_since_{never};  // since when all data to it was lost; `never` when the latest arrived
     Nanos data_lost_at_{};          // when data to it was last lost
-    Doubt doubt_;
+    PortUnreachable port_unreachable_;
     bool silent_{}, left_{};
-    Blame left_for_{};
+    FailureCause leave_cause_{};
 };
 
 }  // namespace storm

@@ -10,14 +10,14 @@ namespace storm {
 Peers::Peers(std::size_t world, const Credit& credit)
     : credit_(credit),
       all_(world),
-      talkative_(world),
+      may_have_control_(world),
       queued_(world),
       awake_(world),
-      untried_(world),
-      quiet_(world),
-      refused_(world),
+      may_send_data_(world),
+      control_asleep_(world),
+      deferred_(world),
       stale_(world),
-      unticked_(world),
+      needs_tick_(world),
       timers_(world * peer_timers.size()) {}
 
 void Peers::put(std::unique_ptr<Peer> peer) {
@@ -26,26 +26,27 @@ void Peers::put(std::unique_ptr<Peer> peer) {
     mark(rank);
 }
 
-bool Peers::speaks(std::uint16_t rank, Nanos now) {
-    if (look(rank).has_words()) return true;
+bool Peers::may_send_control(std::uint16_t rank, Nanos now) {
+    if (look(rank).has_pending_control()) return true;
     const Nanos at = std::min(timer(rank, PeerTimer::report), timer(rank, PeerTimer::path));
     if (at <= now) return true;
-    if (at == never) talkative_.clear(rank);
+    if (at == never) may_have_control_.clear(rank);
     awake_.clear(rank);
-    quiet_.set(rank, at);
+    control_asleep_.set(rank, at);
     return false;
 }
 
 void Peers::wake(Nanos now) {
-    for (const Timers::Owner rank : quiet_.take_due(now, [&](Timers::Owner each) { return quiet_.at(each); }))
+    for (const Timers::Owner rank :
+         control_asleep_.take_due(now, [&](Timers::Owner each) { return control_asleep_.at(each); }))
         awake_.set(rank);
-    for (const Timers::Owner rank : refused_.take_due(now, [&](Timers::Owner each) { return refused_.at(each); }))
-        untried_.set(rank);
+    for (const Timers::Owner rank : deferred_.take_due(now, [&](Timers::Owner each) { return deferred_.at(each); }))
+        may_send_data_.set(rank);
 }
 
-void Peers::refused(std::uint16_t rank, Nanos until) {
-    untried_.clear(rank);
-    refused_.set(rank, until);
+void Peers::defer_sending(std::uint16_t rank, Nanos until) {
+    may_send_data_.clear(rank);
+    deferred_.set(rank, until);
 }
 
 void Peers::queue(Outgoing& message) {
@@ -55,7 +56,7 @@ void Peers::queue(Outgoing& message) {
     queued_.set(message.peer);
 }
 
-bool Peers::queueing() {
+bool Peers::any_queued() {
     for (std::size_t rank = queued_.next(0); rank < all_.size(); rank = queued_.next(rank + 1)) {
         if (!idle(static_cast<std::uint16_t>(rank))) return true;
     }
@@ -65,7 +66,7 @@ bool Peers::queueing() {
 bool Peers::idle(std::uint16_t rank) {
     if (!look(rank).queue.empty()) return false;
     queued_.clear(rank);
-    refused(rank, never);
+    defer_sending(rank, never);
     return true;
 }
 
@@ -73,11 +74,11 @@ std::vector<std::uint16_t> Peers::take_due(Nanos now) {
     for (const Timers::Owner owner : timers_.take_due(now, [&](Timers::Owner each) { return timer_of(each); })) {
         const auto rank = static_cast<std::uint16_t>(owner / peer_timers.size());
         stale_.set(rank);  // its entry was taken out
-        unticked_.set(rank);
+        needs_tick_.set(rank);
     }
     std::vector<std::uint16_t> due;
-    for (std::size_t rank = unticked_.next(0); rank < all_.size(); rank = unticked_.next(rank + 1)) {
-        unticked_.clear(rank);
+    for (std::size_t rank = needs_tick_.next(0); rank < all_.size(); rank = needs_tick_.next(rank + 1)) {
+        needs_tick_.clear(rank);
         if (all_[rank]->due(now)) due.push_back(static_cast<std::uint16_t>(rank));
     }
     return due;
@@ -94,7 +95,7 @@ Nanos Peers::timer(std::uint16_t rank, PeerTimer which) const {
         case PeerTimer::probe: return peer.probe_timer();
         case PeerTimer::path: return peer.path_timer();
         case PeerTimer::report: return peer.report_timer(credit_.bytes(rank));
-        case PeerTimer::doubt: return peer.doubt_timer();
+        case PeerTimer::unreachable: return peer.unreachable_timer();
     }
     return never;
 }

@@ -21,14 +21,14 @@ class Credit;
 
 // The timers of one peer.
 enum class PeerTimer : std::uint8_t {
-    loss,    // a datagram in flight counts as lost
-    probe,   // nothing was heard of what is in flight: ask with a ping
-    path,    // a probe of the path's size is to be sent or judged
-    report,  // what arrived is to be reported
-    doubt    // its machine says that nobody listens there: ask again
+    loss,        // a datagram in flight counts as lost
+    probe,       // nothing was heard of what is in flight: ask with a ping
+    path,        // a probe of the path's size is to be sent or judged
+    report,      // what arrived is to be reported
+    unreachable  // its machine says that nobody listens there: ask again
 };
 inline constexpr std::array peer_timers{PeerTimer::loss, PeerTimer::probe, PeerTimer::path, PeerTimer::report,
-                                        PeerTimer::doubt};
+                                        PeerTimer::unreachable};
 
 class Peers {
 public:
@@ -48,40 +48,40 @@ public:
     // For an attempt to send that may come to nothing: whoever sends or says something then marks the peer.
     [[nodiscard]] Peer& attempt(std::uint16_t rank) { return *all_[rank]; }
     void mark(std::uint16_t rank) {
-        talkative_.set(rank);
+        may_have_control_.set(rank);
         awake_.set(rank);
-        untried_.set(rank);
+        may_send_data_.set(rank);
         stale_.set(rank);
-        unticked_.set(rank);
+        needs_tick_.set(rank);
     }
     [[nodiscard]] std::size_t world() const { return all_.size(); }
 
     // Peers to which a control datagram or a probe may have to be sent, now or later: no other peer has one waiting.
-    [[nodiscard]] const Bitmap& talkative() const { return talkative_; }
-    // The `talkative` peers that were marked, or whose time came, since they last had nothing to send: with a thousand peers
+    [[nodiscard]] const Bitmap& may_have_control() const { return may_have_control_; }
+    // The `may_have_control` peers that were marked, or whose time came, since they last had nothing to send: with a thousand peers
     // to report to, looking at all of them for every datagram would take most of the time. `wake` must come first.
     [[nodiscard]] const Bitmap& awake() const { return awake_; }
     void wake(Nanos now);
     // Whether one may have to be sent now. A peer with nothing to send now is no longer `awake`, and one with nothing to send
-    // later either is no longer `talkative`.
-    [[nodiscard]] bool speaks(std::uint16_t rank, Nanos now);
+    // later either is no longer `may_have_control`.
+    [[nodiscard]] bool may_send_control(std::uint16_t rank, Nanos now);
     // Peers whose queue may hold messages: no other peer's queue does.
     [[nodiscard]] const Bitmap& queued() const { return queued_; }
     // Whether any queue holds a message.
-    [[nodiscard]] bool queueing();
+    [[nodiscard]] bool any_queued();
     // Puts a message into the queue of its peer.
     void queue(Outgoing& message);
     // Whether the peer's queue is empty; if so, it is no longer among `queued`.
     [[nodiscard]] bool idle(std::uint16_t rank);
-    // Peers to which data may be let go: those that were marked, or whose time came, since they were `refused`. `wake` must
+    // Peers to which data may be let go: those that were marked, or whose time came, since they were `defer_sending`. `wake` must
     // come first.
-    [[nodiscard]] const Bitmap& untried() const { return untried_; }
+    [[nodiscard]] const Bitmap& may_send_data() const { return may_send_data_; }
     // No data may leave to this peer until it is marked or this time has come.
-    void refused(std::uint16_t rank, Nanos until);
+    void defer_sending(std::uint16_t rank, Nanos until);
     // Refusals do not count any more.
-    void try_all() { untried_.add(queued_); }
+    void clear_deferrals() { may_send_data_.add(queued_); }
     // When the first of those that were refused may be tried again.
-    [[nodiscard]] Nanos refused_until() const { return refused_.earliest(); }
+    [[nodiscard]] Nanos deferred_until() const { return deferred_.earliest(); }
 
     // Peers that need a tick, in rising order: only those marked since the last call and those with a timer that is due
     // are looked at.
@@ -91,8 +91,8 @@ public:
     void refresh(Visit&& visit);
     // The credit of peers may have become smaller, so that reports are due earlier.
     void credit_shrank() {
-        stale_.add(talkative_);
-        awake_.add(talkative_);
+        stale_.add(may_have_control_);
+        awake_.add(may_have_control_);
     }
     // When the next timer of any peer is due. `refresh` must come first.
     [[nodiscard]] Nanos next();
@@ -106,12 +106,12 @@ private:
 
     const Credit& credit_;
     std::vector<std::unique_ptr<Peer>> all_;  // by rank; null at our own
-    Bitmap talkative_, queued_;
-    Bitmap awake_, untried_;
-    Timers quiet_, refused_;  // by rank: until when a peer that is talkative or queued need not be looked at
-    Bitmap stale_;            // changed since their timers were computed
-    Bitmap unticked_;         // changed since the last `take_due`
-    Timers timers_;           // of each rank, in the order of `peer_timers`
+    Bitmap may_have_control_, queued_;
+    Bitmap awake_, may_send_data_;
+    Timers control_asleep_, deferred_;  // by rank: until when a peer that is talkative or queued need not be looked at
+    Bitmap stale_;                      // changed since their timers were computed
+    Bitmap needs_tick_;                 // changed since the last `take_due`
+    Timers timers_;                     // of each rank, in the order of `peer_timers`
 };
 
 template <class Visit>

@@ -11,18 +11,18 @@
 
 namespace storm {
 
-class Doubt {
+class PortUnreachable {
 public:
-    explicit Doubt(Nanos silence) : lasts_(std::min(9 * second / 10, silence / 4)), every_(lasts_ / 9) {}
+    explicit PortUnreachable(Nanos silence) : lasts_(std::min(9 * second / 10, silence / 4)), every_(lasts_ / 9) {}
 
     // Nobody listens where it was. True once: when that is believed.
-    [[nodiscard]] bool refuse(Nanos now) {
+    [[nodiscard]] bool on_unreachable(Nanos now) {
         if (dead()) return false;
         if (began_ == never || now - refused_at_ > 4 * lasts_) *this = begun(now);
         refused_at_ = now;
-        if (asked_ < least_asked || now - began_ < lasts_) return false;
+        if (probes_ < least_probes || now - began_ < lasts_) return false;
         dead_at_ = now;
-        ask_at_ = never;
+        probe_at_ = never;
         return true;
     }
     // Something authentic came from it.
@@ -30,40 +30,40 @@ public:
         if (began_ != never) *this = cleared();
     }
     // True if it is to be asked again now.
-    [[nodiscard]] bool ask(Nanos now) {
-        if (now < ask_at_) return false;
+    [[nodiscard]] bool probe_due(Nanos now) {
+        if (now < probe_at_) return false;
         if (now - refused_at_ > 4 * lasts_) {
             clear();
             return false;
         }
-        ++asked_;
-        ask_at_ = now + every_;
+        ++probes_;
+        probe_at_ = now + every_;
         return true;
     }
-    [[nodiscard]] Nanos timer() const { return ask_at_; }
+    [[nodiscard]] Nanos timer() const { return probe_at_; }
     [[nodiscard]] bool dead() const { return dead_at_ != never; }
     // When a peer that is needed since then counts as silent; `never` if nothing says that it is dead.
     [[nodiscard]] Nanos silent_at(Nanos started) const { return dead() ? std::max(dead_at_, started + lasts_) : never; }
 
 private:
-    static constexpr unsigned least_asked = 5;
+    static constexpr unsigned least_probes = 5;
 
-    [[nodiscard]] Doubt cleared() const {
-        Doubt fresh = *this;
-        fresh.began_ = fresh.ask_at_ = fresh.dead_at_ = never;
-        fresh.asked_ = 0;
+    [[nodiscard]] PortUnreachable cleared() const {
+        PortUnreachable fresh = *this;
+        fresh.began_ = fresh.probe_at_ = fresh.dead_at_ = never;
+        fresh.probes_ = 0;
         return fresh;
     }
-    [[nodiscard]] Doubt begun(Nanos now) const {
-        Doubt fresh = cleared();
-        fresh.began_ = fresh.ask_at_ = now;
+    [[nodiscard]] PortUnreachable begun(Nanos now) const {
+        PortUnreachable fresh = cleared();
+        fresh.began_ = fresh.probe_at_ = now;
         return fresh;
     }
 
     // Kernels answer a stranger once a second, after a first few: so an answer comes again in time.
     Nanos lasts_, every_;
-    Nanos began_{never}, refused_at_{}, ask_at_{never}, dead_at_{never};
-    unsigned asked_{};
+    Nanos began_{never}, refused_at_{}, probe_at_{never}, dead_at_{never};
+    unsigned probes_{};
 };
 
 }  // namespace storm

@@ -187,7 +187,9 @@ nb::dict to_dict(const Struct& counters, const std::array<Named<Struct>, n>& lis
     return all;
 }
 
-std::tuple<double, double, double> to_tuple(const LinePeaks::Peaks& peaks) { return {peaks.out, peaks.in, peaks.both}; }
+std::tuple<double, double, double> to_tuple(const BottleneckPeaks::Peaks& peaks) {
+    return {peaks.out, peaks.in, peaks.both};
+}
 
 using PyFirsts = nb::typed<nb::list, nb::typed<nb::tuple, std::uint16_t, nb::bytes>>;
 
@@ -203,9 +205,9 @@ constexpr Nanos wait_slice = 200 * millisecond;
 
 bool wait_view(Endpoint& endpoint, std::uint32_t above, std::optional<double> timeout_s) {
     const Nanos timeout = to_nanos(timeout_s);
-    const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
+    const Nanos timeout_at = timeout == never ? never : clock_now() + timeout;
     for (;;) {
-        const Nanos left = give_up_at == never ? never : std::max<Nanos>(give_up_at - clock_now(), 0);
+        const Nanos left = timeout_at == never ? never : std::max<Nanos>(timeout_at - clock_now(), 0);
         bool found = false;
         {
             const nb::gil_scoped_release released;
@@ -218,18 +220,18 @@ bool wait_view(Endpoint& endpoint, std::uint32_t above, std::optional<double> ti
 
 std::optional<Outcome> wait_outcome(Endpoint& endpoint, std::uint64_t id, std::optional<double> timeout_s) {
     const Nanos timeout = to_nanos(timeout_s);
-    const Nanos give_up_at = timeout == never ? never : clock_now() + timeout;
+    const Nanos timeout_at = timeout == never ? never : clock_now() + timeout;
     Outcome outcome;
     while (true) {
         bool ended = false;
         {
             const nb::gil_scoped_release released;
-            const Nanos left = give_up_at == never ? wait_slice : std::max<Nanos>(give_up_at - clock_now(), 0);
+            const Nanos left = timeout_at == never ? wait_slice : std::max<Nanos>(timeout_at - clock_now(), 0);
             ended = endpoint.wait(id, std::min(left, wait_slice), outcome);
         }
         if (ended) return outcome;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
-        if (clock_now() >= give_up_at) return std::nullopt;
+        if (clock_now() >= timeout_at) return std::nullopt;
     }
 }
 
@@ -238,10 +240,10 @@ std::optional<Outcome> wait_outcome(Endpoint& endpoint, std::uint64_t id, std::o
 NB_MODULE(_engine, m) {
     m.doc() = "The native engine of stormtorch.";
 
-    nb::enum_<Prospect>(m, "Prospect")
-        .value("GOOD", Prospect::good)
-        .value("UNCLEAR", Prospect::unclear)
-        .value("NONE", Prospect::none);
+    nb::enum_<CanComplete>(m, "CanComplete")
+        .value("GOOD", CanComplete::good)
+        .value("UNCLEAR", CanComplete::unclear)
+        .value("NONE", CanComplete::none);
 
     nb::enum_<Status>(m, "Status")
         .value("RUNNING", Status::running)
@@ -270,8 +272,8 @@ NB_MODULE(_engine, m) {
     nb::class_<Outcome>(m, "Outcome")
         .def_ro("status", &Outcome::status)
         .def_ro("peer", &Outcome::peer)
-        .def_prop_ro("culprit", [](const Outcome& o) { return o.blame.culprit; })
-        .def_prop_ro("cause", [](const Outcome& o) { return o.blame.cause; })
+        .def_prop_ro("culprit", [](const Outcome& o) { return o.failure_cause.culprit; })
+        .def_prop_ro("cause", [](const Outcome& o) { return o.failure_cause.cause; })
         .def_ro("missing_bytes", &Outcome::missing_bytes)
         .def_ro("expected_bytes", &Outcome::expected_bytes)
         .def_ro("announced_bytes", &Outcome::announced_bytes)
@@ -341,7 +343,7 @@ NB_MODULE(_engine, m) {
             nb::arg("low") = false)
         .def("wait", &wait_outcome, nb::arg("id"), nb::arg("timeout_s").none() = nb::none())
         .def("ended", &Endpoint::ended, nb::arg("id"))
-        .def("prospect", &Endpoint::prospect, nb::arg("id"), nb::call_guard<nb::gil_scoped_release>())
+        .def("can_complete", &Endpoint::can_complete, nb::arg("id"), nb::call_guard<nb::gil_scoped_release>())
         .def(
             "peek", [](Endpoint& d, std::uint32_t channel, std::uint32_t seq) { return to_list(d.peek(channel, seq)); },
             nb::arg("channel"), nb::arg("seq"))
@@ -358,27 +360,28 @@ NB_MODULE(_engine, m) {
             },
             nb::arg("peer"), nb::arg("lanes"), nb::arg("incarnation"), nb::arg("keys"), nb::arg("more") = PyAddresses{})
         .def(
-            "offer_passage",
+            "offer_shared_memory",
             [](Endpoint& d, std::uint16_t peer, std::size_t neighbours) {
                 std::vector<int> descriptors;
-                for (Driver::Offer& offer : d.offer_passage(peer, neighbours)) {
+                for (Driver::SharedMemoryOffer& offer : d.offer_shared_memory(peer, neighbours)) {
                     descriptors.push_back(offer.ring.release());
-                    descriptors.push_back(offer.bell.release());
-                    descriptors.push_back(offer.shelf.release());
+                    descriptors.push_back(offer.doorbell.release());
+                    descriptors.push_back(offer.broadcast_buffer.release());
                 }
                 return descriptors;
             },
             nb::arg("peer"), nb::arg("neighbours"), nb::call_guard<nb::gil_scoped_release>())
         .def(
-            "take_passage",
+            "accept_shared_memory",
             [](Endpoint& d, std::uint16_t peer, const std::vector<int>& descriptors) {
-                std::vector<Driver::Offer> offers((descriptors.size() + 2) / 3);  // which own them, whatever happens
+                std::vector<Driver::SharedMemoryOffer> offers((descriptors.size() + 2) /
+                                                              3);  // which own them, whatever happens
                 for (std::size_t at = 0; at < descriptors.size(); ++at) {
-                    Driver::Offer& offer = offers[at / 3];
-                    Descriptor* const places[] = {&offer.ring, &offer.bell, &offer.shelf};
+                    Driver::SharedMemoryOffer& offer = offers[at / 3];
+                    Descriptor* const places[] = {&offer.ring, &offer.doorbell, &offer.broadcast_buffer};
                     *places[at % 3] = Descriptor(descriptors[at]);
                 }
-                d.take_passage(peer, std::move(offers));
+                d.accept_shared_memory(peer, std::move(offers));
             },
             nb::arg("peer"), nb::arg("descriptors"), nb::call_guard<nb::gil_scoped_release>())
         .def(
@@ -390,7 +393,7 @@ NB_MODULE(_engine, m) {
             },
             nb::arg("peer"), nb::arg("lanes"))
         .def("rebind", &Endpoint::rebind, nb::arg("path"), nb::arg("host"), nb::call_guard<nb::gil_scoped_release>())
-        .def("keep_open", &Endpoint::keep_open, nb::call_guard<nb::gil_scoped_release>())
+        .def("enable_keepalive", &Endpoint::enable_keepalive, nb::call_guard<nb::gil_scoped_release>())
         .def(
             "routes",
             [](Endpoint& d) {
@@ -403,7 +406,7 @@ NB_MODULE(_engine, m) {
                 return all;
             },
             nb::call_guard<nb::gil_scoped_release>())
-        .def("use_passage", &Endpoint::use_passage, nb::arg("peer"), nb::arg("incarnation"),
+        .def("use_shared_memory", &Endpoint::use_shared_memory, nb::arg("peer"), nb::arg("incarnation"),
              nb::call_guard<nb::gil_scoped_release>())
         .def("near", &Endpoint::near, nb::call_guard<nb::gil_scoped_release>())
         .def(
@@ -448,7 +451,7 @@ NB_MODULE(_engine, m) {
             },
             nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>())
         .def(
-            "take_line_peaks", [](Endpoint& d) { return to_tuple(d.take_line_peaks()); },
+            "take_bottleneck_peaks", [](Endpoint& d) { return to_tuple(d.take_bottleneck_peaks()); },
             nb::call_guard<nb::gil_scoped_release>());
 
     endpoint.def("wait_view", &wait_view, nb::arg("above"), nb::arg("timeout_s").none() = nb::none());
@@ -491,7 +494,8 @@ NB_MODULE(_engine, m) {
             nb::arg("redundancies") = std::pair<std::optional<double>, std::optional<double>>{0.0, 0.0})
         .def("cancel", &Sim::cancel, nb::arg("rank"), nb::arg("id"))
         .def(
-            "prospect", [](Sim& s, std::uint16_t rank, std::uint64_t id) { return s.core(rank).prospect(id, s.now()); },
+            "can_complete",
+            [](Sim& s, std::uint16_t rank, std::uint64_t id) { return s.core(rank).can_complete(id, s.now()); },
             nb::arg("rank"), nb::arg("id"))
         .def(
             "peek",
@@ -516,16 +520,16 @@ NB_MODULE(_engine, m) {
                 return all;
             },
             nb::arg("rank"))
-        .def("set_dark", &Sim::set_dark, nb::arg("rank"), nb::arg("dark"))
-        .def("set_link", &Sim::set_link, nb::arg("from_"), nb::arg("to"), nb::arg("dark"))
+        .def("set_unreachable", &Sim::set_unreachable, nb::arg("rank"), nb::arg("unreachable"))
+        .def("set_link", &Sim::set_link, nb::arg("from_"), nb::arg("to"), nb::arg("unreachable"))
         .def("restart", &Sim::restart, nb::arg("rank"), nb::arg("incarnation"))
         .def("readmit", &Sim::readmit, nb::arg("rank"), nb::arg("peer"))
         .def(
             "view_number", [](Sim& s, std::uint16_t rank) { return s.core(rank).view_number(); }, nb::arg("rank"))
-        .def("set_line", &Sim::set_line, nb::arg("rank"), nb::arg("up"), nb::arg("down"))
+        .def("set_link_rate", &Sim::set_link_rate, nb::arg("rank"), nb::arg("up"), nb::arg("down"))
         .def(
-            "take_line_peaks", [](Sim& s, std::uint16_t rank) { return to_tuple(s.core(rank).take_line_peaks()); },
-            nb::arg("rank"))
+            "take_bottleneck_peaks",
+            [](Sim& s, std::uint16_t rank) { return to_tuple(s.core(rank).take_bottleneck_peaks()); }, nb::arg("rank"))
         .def_prop_ro("queue_drops", &Sim::queue_drops)
         .def("health", [](Sim& s, std::uint16_t rank) -> Mapping {
             nb::dict all = to_dict(s.core(rank).counters(), counter_names);

@@ -19,15 +19,15 @@ using Mapping = nb::typed<nb::dict, nb::str, nb::any>;
 
 Nanos to_nanos(double seconds) { return std::llround(seconds * 1e9); }
 
-SharedLines to_shared_lines(const nb::dict& from, Nanos delay) {
-    LineSettings down{.bytes_per_s = nb::cast<double>(from["bytes_per_s"]),
-                      .queue_bytes = nb::cast<std::size_t>(from["queue_bytes"]),
-                      .low_queue_bytes = nb::cast<std::size_t>(from["low_queue_bytes"]),
-                      .low_share = nb::cast<double>(from["low_share"]),
-                      .burst_bytes = nb::cast<double>(from["burst_bytes"])};
-    LineSettings up = down;
+SharedNetworkSettings to_shared_network_settings(const nb::dict& from, Nanos delay) {
+    SimLinkSettings down{.bytes_per_s = nb::cast<double>(from["bytes_per_s"]),
+                         .queue_bytes = nb::cast<std::size_t>(from["queue_bytes"]),
+                         .low_queue_bytes = nb::cast<std::size_t>(from["low_queue_bytes"]),
+                         .low_share = nb::cast<double>(from["low_share"]),
+                         .burst_bytes = nb::cast<double>(from["burst_bytes"])};
+    SimLinkSettings up = down;
     up.queue_bytes = nb::cast<std::size_t>(from["up_queue_bytes"]);
-    LineSettings trunk = down;
+    SimLinkSettings trunk = down;
     trunk.bytes_per_s = nb::cast<double>(from["trunk_bytes_per_s"]);
     trunk.queue_bytes = trunk.low_queue_bytes = nb::cast<std::size_t>(from["trunk_queue_bytes"]);
     const auto hosts_per_rack = nb::cast<std::size_t>(from["hosts_per_rack"]);
@@ -35,7 +35,7 @@ SharedLines to_shared_lines(const nb::dict& from, Nanos delay) {
             .priority = nb::cast<bool>(from["low"]) ? Priority::low : Priority::normal};
 }
 
-nb::dict to_dict(const SimLine::Counts& counts) {
+nb::dict to_dict(const SimLink::Counts& counts) {
     nb::dict all;
     all["packets"] = counts.packets;
     all["bytes"] = counts.bytes;
@@ -52,7 +52,7 @@ NB_MODULE(_engine, m) {
         .def(
             "__init__",
             [](SharedNetwork* self, std::size_t hosts, const Mapping& lines, double delay_s) {
-                new (self) SharedNetwork(hosts, to_shared_lines(lines, to_nanos(delay_s)));
+                new (self) SharedNetwork(hosts, to_shared_network_settings(lines, to_nanos(delay_s)));
             },
             nb::arg("hosts"), nb::arg("lines"), nb::arg("delay_s"))
         .def(
@@ -73,14 +73,15 @@ NB_MODULE(_engine, m) {
              [](SharedNetwork& n) {
                  std::vector<std::pair<double, double>> all;
                  for (const SimService::Answered& each : n.service().answered()) {
-                     all.emplace_back(static_cast<double>(each.asked_at) * 1e-9, static_cast<double>(each.took) * 1e-9);
+                     all.emplace_back(static_cast<double>(each.requested_at) * 1e-9,
+                                      static_cast<double>(each.took) * 1e-9);
                  }
                  return all;
              })
         .def("service_counts",
              [](SharedNetwork& n) -> Mapping {
                  nb::dict all;
-                 all["asked"] = n.service().asked();
+                 all["asked"] = n.service().requested();
                  all["answered"] = n.service().answered().size();
                  all["connections"] = n.service().connections();
                  all["resent"] = n.service().resent();
@@ -91,7 +92,7 @@ NB_MODULE(_engine, m) {
         .def("trunk_drops", [](const SharedNetwork& n) { return n.lines().trunk_drops(); })
         // By host, up and down, and by class.
         .def(
-            "line_counts",
+            "access_link_counts",
             [](const SharedNetwork& n, std::uint16_t host) -> Mapping {
                 nb::dict all;
                 all["up"] = to_dict(n.lines().up(host).counts(Priority::normal));

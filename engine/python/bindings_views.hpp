@@ -21,7 +21,7 @@ namespace storm::python {
 namespace nb = nanobind;
 
 using PyMembers = std::vector<std::pair<std::uint16_t, std::uint32_t>>;
-using PyStanding = nb::typed<nb::dict, nb::str, nb::any>;
+using PyMembershipStatus = nb::typed<nb::dict, nb::str, nb::any>;
 
 inline PyMembers to_pairs(const std::vector<Member>& members) {
     PyMembers all;
@@ -48,19 +48,20 @@ inline void define_view(nb::module_& m) {
         });
 }
 
-inline PyStanding to_dict(const Views::Standing& standing, Nanos now) {
-    nb::dict heard, hears, all;
-    for (std::size_t rank = 0; rank < standing.heard_at.size(); ++rank) {
-        if (const auto at = standing.heard_at[rank]) heard[nb::int_(rank)] = static_cast<double>(now - *at) * 1e-9;
+inline PyMembershipStatus to_dict(const Views::MembershipStatus& connectivity, Nanos now) {
+    nb::dict heard, reachable, all;
+    for (std::size_t rank = 0; rank < connectivity.last_received_at.size(); ++rank) {
+        if (const auto at = connectivity.last_received_at[rank])
+            heard[nb::int_(rank)] = static_cast<double>(now - *at) * 1e-9;
     }
-    for (std::size_t rank = 0; rank < standing.hears.size(); ++rank) {
-        if (!standing.hears[rank].empty()) hears[nb::int_(rank)] = nb::cast(standing.hears[rank]);
+    for (std::size_t rank = 0; rank < connectivity.reachable.size(); ++rank) {
+        if (!connectivity.reachable[rank].empty()) reachable[nb::int_(rank)] = nb::cast(connectivity.reachable[rank]);
     }
     all["heard_s"] = heard;
-    all["hears"] = hears;
-    all["quorum"] = standing.quorum;
-    all["proposing"] = standing.proposing;
-    all["knocking"] = standing.knocking;
+    all["hears"] = reachable;
+    all["quorum"] = connectivity.quorum;
+    all["proposing"] = connectivity.proposing;
+    all["knocking"] = connectivity.requesting_join;
     return all;
 }
 
@@ -90,11 +91,11 @@ void define_views(Class& type, const char* advance, Reach reach, const Names&...
         [reach](Self& self, Where... at) { return reach(self, at..., [](Views& v, Nanos) { return v.frozen(); }); },
         where...);
     type.def(
-        "enroll",
+        "add_session",
         [reach](Self& self, Where... at, std::uint32_t session, std::uint64_t steps, std::uint32_t settled) {
             reach(self, at..., [&](Views& v, Nanos) {
                 try {
-                    v.enroll({session, steps, settled});
+                    v.add_session({session, steps, settled});
                 } catch (const std::length_error& error) {
                     throw std::invalid_argument(error.what());  // the caller's fault, which leaves the engine as it was
                 }
@@ -118,26 +119,26 @@ void define_views(Class& type, const char* advance, Reach reach, const Names&...
         },
         where..., nb::arg("session"));
     type.def(
-        "withdraw",
+        "remove_session",
         [reach](Self& self, Where... at, std::uint32_t session) {
-            reach(self, at..., [&](Views& v, Nanos) { v.withdraw(session); });
+            reach(self, at..., [&](Views& v, Nanos) { v.remove_session(session); });
         },
         where..., nb::arg("session"));
     type.def(
-        "ask_in",
+        "request_admission",
         [reach](Self& self, Where... at, std::uint16_t peer, std::uint32_t incarnation, const nb::bytes& card) {
             const auto* first = static_cast<const std::byte*>(card.data());
             const std::vector<std::byte> copy(first, first + card.size());
-            reach(self, at..., [&](Views& v, Nanos now) { v.ask_in({peer, incarnation}, copy, now); });
+            reach(self, at..., [&](Views& v, Nanos now) { v.request_admission({peer, incarnation}, copy, now); });
         },
         where..., nb::arg("peer"), nb::arg("incarnation"), nb::arg("card"));
     type.def(
-        "ask_out",
-        [reach](Self& self, Where... at) { reach(self, at..., [](Views& v, Nanos now) { v.ask_out(now); }); },
+        "request_leave",
+        [reach](Self& self, Where... at) { reach(self, at..., [](Views& v, Nanos now) { v.request_leave(now); }); },
         where...);
     type.def(
-        "ask_anew",
-        [reach](Self& self, Where... at) { reach(self, at..., [](Views& v, Nanos now) { v.ask_anew(now); }); },
+        "request_view",
+        [reach](Self& self, Where... at) { reach(self, at..., [](Views& v, Nanos now) { v.request_view(now); }); },
         where...);
     type.def(
         "card",
@@ -153,17 +154,17 @@ void define_views(Class& type, const char* advance, Reach reach, const Names&...
         },
         where..., nb::arg("peer"), nb::arg("incarnation").none() = nb::none());
     type.def(
-        "asking",
+        "join_requests",
         [reach](Self& self, Where... at) {
-            return reach(self, at..., [](Views& v, Nanos) { return to_pairs(v.asking()); });
+            return reach(self, at..., [](Views& v, Nanos) { return to_pairs(v.join_requests()); });
         },
         where...);
     type.def(
-        "standing",
+        "connectivity",
         [reach](Self& self, Where... at) {
-            const auto [standing, asked_at] =
-                reach(self, at..., [](Views& v, Nanos now) { return std::pair(v.standing(now), now); });
-            return to_dict(standing, asked_at);
+            const auto [connectivity, as_of] =
+                reach(self, at..., [](Views& v, Nanos now) { return std::pair(v.connectivity(now), now); });
+            return to_dict(connectivity, as_of);
         },
         where...);
 }

@@ -26,7 +26,7 @@ constexpr std::uint32_t line = 64;
 
 }  // namespace
 
-ShelfMemory::ShelfMemory()
+BroadcastMemory::BroadcastMemory()
     : file_(Descriptor::checked(memfd_create("stormtorch", MFD_CLOEXEC | MFD_ALLOW_SEALING),
                                 "cannot make memory to share")) {
     allocate(file_, capacity);
@@ -38,7 +38,7 @@ ShelfMemory::ShelfMemory()
     fail("cannot seal memory to share");
 }
 
-ShelfMemory::ShelfMemory(Descriptor file) : file_(std::move(file)) {
+BroadcastMemory::BroadcastMemory(Descriptor file) : file_(std::move(file)) {
     struct stat status{};
     if (fstat(file_.get(), &status) != 0) fail("cannot look at shared memory");
     const int sealed = fcntl(file_.get(), F_GET_SEALS);
@@ -47,7 +47,7 @@ ShelfMemory::ShelfMemory(Descriptor file) : file_(std::move(file)) {
     map(PROT_READ);
 }
 
-void ShelfMemory::map(int protection) {
+void BroadcastMemory::map(int protection) {
     void* got = mmap(nullptr, capacity, protection, MAP_SHARED, file_.get(), 0);
     if (got == MAP_FAILED) fail("cannot map memory to share");
     bytes_ = static_cast<std::byte*>(got);
@@ -55,59 +55,60 @@ void ShelfMemory::map(int protection) {
     (void)madvise(bytes_, capacity, MADV_DONTFORK);
 }
 
-ShelfMemory::~ShelfMemory() { munmap(bytes_, capacity); }
+BroadcastMemory::~BroadcastMemory() { munmap(bytes_, capacity); }
 
-Shelf::Item* Shelf::find(const Outgoing& message, std::uint32_t chunk) {
+BroadcastBuffer::Item* BroadcastBuffer::find(const Outgoing& message, std::uint32_t chunk) {
     // What was put last is most often what another peer wants next.
     for (auto item = items_.rbegin(); item != items_.rend(); ++item) {
-        if (item->data_ == message.checks && item->first_ <= chunk && chunk < item->end_) return &*item;
+        if (item->data_ == message.checksums && item->first_ <= chunk && chunk < item->end_) return &*item;
     }
     return nullptr;
 }
 
-Shelf::Item* Shelf::put(const Outgoing& message, std::uint32_t first, std::uint32_t end, std::uint32_t bytes,
-                        const Read& read) {
+BroadcastBuffer::Item* BroadcastBuffer::put(const Outgoing& message, std::uint32_t first, std::uint32_t end,
+                                            std::uint32_t bytes, const Read& read) {
     const std::uint32_t needed = (bytes + line - 1) / line * line;
-    std::uint32_t place = 0;
+    std::uint32_t position = 0;
     while (!items_.empty()) {
-        const std::uint32_t oldest = items_.front().place_;
-        place = items_.back().place_ + items_.back().bytes_;
-        if (place > oldest) {
-            if (place + needed <= ShelfMemory::capacity) break;
-            place = 0;  // goes on at the beginning
+        const std::uint32_t oldest = items_.front().position_;
+        position = items_.back().position_ + items_.back().bytes_;
+        if (position > oldest) {
+            if (position + needed <= BroadcastMemory::capacity) break;
+            position = 0;  // goes on at the beginning
         }
-        if (place + needed <= oldest) break;
+        if (position + needed <= oldest) break;
         if (!free_oldest(read)) return nullptr;
-        place = 0;
+        position = 0;
     }
-    if (place + needed > ShelfMemory::capacity) return nullptr;
-    std::memcpy(memory_->bytes() + place, message.payload(first).data(), bytes);
+    if (position + needed > BroadcastMemory::capacity) return nullptr;
+    std::memcpy(memory_->bytes() + position, message.payload(first).data(), bytes);
     Item& item = items_.emplace_back();
-    item.data_ = message.checks;
-    item.place_ = place;
+    item.data_ = message.checksums;
+    item.position_ = position;
     item.bytes_ = needed;
     item.first_ = first;
     item.end_ = end;
-    item.chunk_bytes_ = message.cut.chunk_bytes;
+    item.chunk_bytes_ = message.layout.chunk_bytes;
     return &item;
 }
 
-bool Shelf::free_oldest(const Read& read) {
-    const auto& loans = items_.front().loans_;
-    const bool free =
-        std::all_of(loans.begin(), loans.end(), [&](const Item::Loan& loan) { return read(loan.rank) >= loan.until; });
+bool BroadcastBuffer::free_oldest(const Read& read) {
+    const auto& readers = items_.front().readers_;
+    const bool free = std::all_of(readers.begin(), readers.end(),
+                                  [&](const Item::Reader& reader) { return read(reader.rank) >= reader.until; });
     if (free) items_.pop_front();
     return free;
 }
 
-void Shelf::forget(std::uint16_t rank) {
-    for (Item& item : items_) std::erase_if(item.loans_, [&](const Item::Loan& loan) { return loan.rank == rank; });
+void BroadcastBuffer::forget(std::uint16_t rank) {
+    for (Item& item : items_)
+        std::erase_if(item.readers_, [&](const Item::Reader& reader) { return reader.rank == rank; });
 }
 
-void Shelf::renew(std::uint16_t rank) {
+void BroadcastBuffer::renew(std::uint16_t rank) {
     for (Item& item : items_) {
-        for (Item::Loan& loan : item.loans_) {
-            if (loan.rank == rank) loan.until = 1;
+        for (Item::Reader& reader : item.readers_) {
+            if (reader.rank == rank) reader.until = 1;
         }
     }
 }

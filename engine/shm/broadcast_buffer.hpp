@@ -18,19 +18,19 @@
 namespace storm {
 
 // Memory of one shelf. Its owner writes, others may only read. Lives as long as a process holds it, as RingMemory does.
-class ShelfMemory {
+class BroadcastMemory {
 public:
     // Large enough for the slowest of many readers; what is read soon is still in a cache.
     static constexpr std::size_t capacity = 4 << 20;
 
     // Makes a shelf. Throws std::system_error.
-    ShelfMemory();
+    BroadcastMemory();
     // Opens a shelf that another process made. Throws std::system_error or std::invalid_argument: the descriptor may be
     // anything.
-    explicit ShelfMemory(Descriptor file);
-    ~ShelfMemory();
-    ShelfMemory(const ShelfMemory&) = delete;
-    ShelfMemory& operator=(const ShelfMemory&) = delete;
+    explicit BroadcastMemory(Descriptor file);
+    ~BroadcastMemory();
+    BroadcastMemory(const BroadcastMemory&) = delete;
+    BroadcastMemory& operator=(const BroadcastMemory&) = delete;
 
     [[nodiscard]] int file() const { return file_.get(); }
     // The memory stays; only the descriptor goes.
@@ -45,34 +45,35 @@ private:
 };
 
 // A shelf as its owner sees it.
-class Shelf {
+class BroadcastBuffer {
 public:
     // How far a rank has read its ring.
     using Read = std::function<std::uint64_t(std::uint16_t)>;
 
-    explicit Shelf(std::unique_ptr<ShelfMemory> memory) : memory_(std::move(memory)) {}
-    [[nodiscard]] const ShelfMemory& memory() const { return *memory_; }
+    explicit BroadcastBuffer(std::unique_ptr<BroadcastMemory> memory) : memory_(std::move(memory)) {}
+    [[nodiscard]] const BroadcastMemory& memory() const { return *memory_; }
 
     // A run of consecutive chunks of some data.
     class Item {
     public:
         // Where a chunk begins, which is in the run.
-        [[nodiscard]] std::uint32_t place(std::uint32_t chunk) const {
-            return place_ + (chunk - first_) * chunk_bytes_;
+        [[nodiscard]] std::uint32_t position(std::uint32_t chunk) const {
+            return position_ + (chunk - first_) * chunk_bytes_;
         }
         [[nodiscard]] std::uint32_t end() const { return end_; }
         // The rank reads it with the record that ends at `until` in its ring.
-        void lend(std::uint16_t rank, std::uint64_t until) { loans_.push_back({rank, until}); }
+        void add_reader(std::uint16_t rank, std::uint64_t until) { readers_.push_back({rank, until}); }
 
     private:
-        friend class Shelf;
-        struct Loan {
+        friend class BroadcastBuffer;
+        struct Reader {
             std::uint16_t rank{};
             std::uint64_t until{};
         };
-        std::shared_ptr<const Checks> data_;  // what all messages of the same data share; kept, so that it stays unique
-        std::uint32_t place_{}, bytes_{}, first_{}, end_{}, chunk_bytes_{};
-        std::vector<Loan> loans_;
+        std::shared_ptr<const ChunkChecksums>
+            data_;  // what all messages of the same data share; kept, so that it stays unique
+        std::uint32_t position_{}, bytes_{}, first_{}, end_{}, chunk_bytes_{};
+        std::vector<Reader> readers_;
     };
     // The item that has a chunk of a message's data; null if there is none.
     [[nodiscard]] Item* find(const Outgoing& message, std::uint32_t chunk);
@@ -87,7 +88,7 @@ public:
 private:
     [[nodiscard]] bool free_oldest(const Read& read);
 
-    std::unique_ptr<ShelfMemory> memory_;
+    std::unique_ptr<BroadcastMemory> memory_;
     std::deque<Item> items_;  // the oldest first; each lies behind the one before it, or at the beginning
 };
 

@@ -79,7 +79,7 @@ std::uint64_t RingWriter::read() {
     return head_;
 }
 
-std::byte* RingWriter::room(std::size_t bytes) {
+std::byte* RingWriter::space(std::size_t bytes) {
     if (free_bytes() < bytes) {
         RingMemory::Shared& shared = memory_->shared();
         head_ = shared.head.load(std::memory_order_acquire);

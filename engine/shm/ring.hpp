@@ -69,7 +69,7 @@ public:
     explicit RingWriter(std::unique_ptr<RingMemory> memory) : memory_(std::move(memory)) {}
 
     // Room for a record of `bytes`; null if there is not enough. Then the reader rings once there is.
-    [[nodiscard]] std::byte* room(std::size_t bytes);
+    [[nodiscard]] std::byte* space(std::size_t bytes);
     // Hands what was written to the reader. True if the reader sleeps, so that its bell must be rung.
     [[nodiscard]] bool publish(std::size_t bytes);
     [[nodiscard]] std::size_t capacity() const { return memory_->capacity(); }

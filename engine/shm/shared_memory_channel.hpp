@@ -14,8 +14,8 @@
 #include <utility>
 
 #include "base/clock.hpp"
-#include "shm/ring.hpp"
 #include "shm/broadcast_buffer.hpp"
+#include "shm/ring.hpp"
 #include "wire/wire.hpp"
 
 namespace storm {
@@ -31,14 +31,14 @@ struct Record {
     std::uint32_t channel{}, seq{};
     Kind kind{};
     std::uint8_t flags{};
-    std::uint8_t shelved{};  // 1: the payload lies on the writer's shelf, not behind this
-    std::uint32_t place{};   // where on the shelf
+    std::uint8_t in_broadcast_buffer{};  // 1: the payload lies on the writer's shelf, not behind this
+    std::uint32_t position{};            // where on the shelf
 
     // What a record takes in the ring.
     [[nodiscard]] static constexpr std::size_t size(std::size_t payload_bytes) {
         return head_bytes + (payload_bytes + 63) / 64 * 64;
     }
-    [[nodiscard]] std::size_t size() const { return size(shelved != 0 ? 0 : bytes); }
+    [[nodiscard]] std::size_t size() const { return size(in_broadcast_buffer != 0 ? 0 : bytes); }
     // The first record of what was read, which may be anything.
     [[nodiscard]] static std::optional<Record> parse(std::span<const std::byte> from);
     void write(std::byte* to) const { std::memcpy(to, this, sizeof *this); }
@@ -54,19 +54,20 @@ struct Record {
 };
 static_assert(sizeof(Record) <= Record::head_bytes);
 
-struct Passage {
+struct SharedMemoryChannel {
     RingWriter out;
     RingReader in;
-    std::unique_ptr<ShelfMemory> its_shelf;
+    std::unique_ptr<BroadcastMemory> peer_broadcast_memory;
     bool stalled{};            // the pool has no room for what comes next
     Nanos defer_until{never};  // when a term of a sum that comes next is taken although its turn has not come
 
-    Passage(std::unique_ptr<RingMemory> to_it, std::unique_ptr<RingMemory> from_it, std::unique_ptr<ShelfMemory> shelf)
-        : out(std::move(to_it)), in(std::move(from_it)), its_shelf(std::move(shelf)) {}
+    SharedMemoryChannel(std::unique_ptr<RingMemory> to_it, std::unique_ptr<RingMemory> from_it,
+                        std::unique_ptr<BroadcastMemory> broadcast_buffer)
+        : out(std::move(to_it)), in(std::move(from_it)), peer_broadcast_memory(std::move(broadcast_buffer)) {}
 
     // The payload of the first record of what was read.
     [[nodiscard]] std::span<const std::byte> payload(const Record& record, std::span<const std::byte> front) const {
-        if (record.shelved != 0) return {its_shelf->bytes() + record.place, record.bytes};
+        if (record.in_broadcast_buffer != 0) return {peer_broadcast_memory->bytes() + record.position, record.bytes};
         return front.subspan(Record::head_bytes, record.bytes);
     }
 

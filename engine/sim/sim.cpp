@@ -36,12 +36,12 @@ std::unique_ptr<Core> Sim::make_core(std::uint16_t rank) const {
     return std::make_unique<Core>(std::move(own), now_);
 }
 
-void Sim::set_link(std::uint16_t from, std::uint16_t to, bool dark) {
-    std::set<std::uint16_t>& cut = hosts_.at(from).cut;
-    if (dark) {
-        cut.insert(to);
+void Sim::set_link(std::uint16_t from, std::uint16_t to, bool unreachable) {
+    std::set<std::uint16_t>& severed = hosts_.at(from).severed;
+    if (unreachable) {
+        severed.insert(to);
     } else {
-        cut.erase(to);
+        severed.erase(to);
     }
 }
 
@@ -131,9 +131,10 @@ double Sim::rate(double own, std::uint8_t path) const {
 
 void Sim::arrive(Packet packet) {
     Host& host = hosts_[packet.target];
-    if (host.dark || hosts_[packet.source].dark || hosts_[packet.source].cut.contains(packet.target)) return;
+    if (host.unreachable || hosts_[packet.source].unreachable || hosts_[packet.source].severed.contains(packet.target))
+        return;
     const SimPath& like = paths_[packet.path];
-    if (like.dark) return;
+    if (like.unreachable) return;
     if (like.loss > 0 && !packet.queued && std::bernoulli_distribution(like.loss)(chance_)) return;
     const double speed = rate(host.down, packet.path);
     Nanos& free_at = host.downlink_free_at[packet.path];
@@ -166,7 +167,7 @@ void Sim::step_medium() {
     std::optional<Medium::Datagram> datagram = config_.medium->step(now_);
     if (!datagram) return;
     const Host& source = hosts_[datagram->source];
-    if (hosts_[datagram->target].dark || source.dark || source.cut.contains(datagram->target)) return;
+    if (hosts_[datagram->target].unreachable || source.unreachable || source.severed.contains(datagram->target)) return;
     deliver(datagram->source, datagram->target, datagram->bytes);
 }
 

@@ -26,7 +26,7 @@ struct SimPath {
     double bytes_per_s{};  // of each rank's link to that switch, both ways; 0 is as SimConfig says
     Nanos delay{-1};       // one way; negative is as SimConfig says
     double loss{};         // besides the faults
-    bool dark{};           // all that it carries is lost
+    bool unreachable{};    // all that it carries is lost
 };
 
 struct SimConfig {
@@ -55,9 +55,9 @@ public:
     // Exchanges that ended at a rank since the last call.
     [[nodiscard]] std::vector<Core::Finished> take_finished(std::uint16_t rank);
     // A rank goes dark: what it sends and what is sent to it is lost, until it is lit again.
-    void set_dark(std::uint16_t rank, bool dark) { hosts_.at(rank).dark = dark; }
+    void set_unreachable(std::uint16_t rank, bool unreachable) { hosts_.at(rank).unreachable = unreachable; }
     // What one rank sends to another is lost, until the link is lit again. The way back is another link.
-    void set_link(std::uint16_t from, std::uint16_t to, bool dark);
+    void set_link(std::uint16_t from, std::uint16_t to, bool unreachable);
     // One config stands for all ranks: each seals what it sends by the key with which all others open it.
     static void seal_as(Secrets& secrets, std::uint16_t rank);
     // A rank's process dies, and another takes its place that knows nothing. Nobody hears it before it is readmitted.
@@ -74,7 +74,7 @@ public:
     // Sets the rate of every rank's link, from now on.
     void set_rate(double bytes_per_s) { config_.bytes_per_s = bytes_per_s; }
     // Sets the rates of one rank's link, up to the switch and down from it, from now on; 0 is that of all.
-    void set_line(std::uint16_t rank, double up, double down) {
+    void set_link_rate(std::uint16_t rank, double up, double down) {
         hosts_.at(rank).up = up;
         hosts_.at(rank).down = down;
     }
@@ -96,8 +96,8 @@ private:
         std::unique_ptr<FaultPath> faults;
         std::array<Nanos, most_paths> uplink_free_at{}, downlink_free_at{};
         double up{}, down{};  // bytes per second, where they differ from those of the others
-        bool dark{};
-        std::set<std::uint16_t> cut;  // ranks that nothing reaches from here
+        bool unreachable{};
+        std::set<std::uint16_t> severed;  // ranks that nothing reaches from here
     };
     struct Packet {
         Nanos at{};

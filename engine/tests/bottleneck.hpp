@@ -168,7 +168,7 @@ private:
                 if (next != never && next < link.wake_at) push(link.wake_at = next, Kind::send, index);
                 return;
             }
-            const Nanos patience = 3 * path_.rtt + 20 * millisecond;
+            const Nanos wait_limit = 3 * path_.rtt + 20 * millisecond;
             for (std::uint64_t left = bytes; left > 0;) {
                 const std::size_t size = std::min<std::size_t>(left, path_.datagram_bytes);
                 const std::uint64_t number = link.first + link.packets.size();
@@ -178,7 +178,7 @@ private:
                 enter({index, number, size});
             }
             link.backlog -= bytes;
-            push(now_ + patience, Kind::ping, index, link.first + link.packets.size() - 1);
+            push(now_ + wait_limit, Kind::ping, index, link.first + link.packets.size() - 1);
         }
         link.meter.on_app_limited(link.in_flight);
         if (!link.packets.empty()) link.packets.back().stamp.app_limited = true;
@@ -278,7 +278,7 @@ private:
             delivery.app_limited = newest.app_limited;
         }
         if (link.cubic) grow_cubic(link, delivery);
-        if (!link.cubic) delivery.line_bytes_per_s = line_.on_report(delivery.delivered_bytes, now_);
+        if (!link.cubic) delivery.bottleneck_bytes_per_s = line_.on_report(delivery.delivered_bytes, now_);
         link.control.on_delivery(delivery);
         send(index);
     }
@@ -290,7 +290,7 @@ private:
     std::uint64_t order_{};
     std::priority_queue<Event> events_;
     std::deque<Link> links_;
-    LineMeter line_{0};  // all links but TCP's belong to one endpoint
+    BottleneckMeter line_{0};  // all links but TCP's belong to one endpoint
     std::deque<Queued> queue_;
     double queued_{}, overflow_{}, entered_{}, most_queued_{};
 };

@@ -42,17 +42,17 @@ void say(const World& world, const char* format, Words... words) {
 void show(const View& view) {
     std::printf(" %u:", view.number);
     for (const Member who : view.members)
-        std::printf(" %u.%u%s", who.rank, who.incarnation, view.takes_in(who) ? "+" : "");
+        std::printf(" %u.%u%s", who.rank, who.incarnation, view.has_joined(who) ? "+" : "");
     for (const Member who : view.leaving) std::printf(" (%u.%u)", who.rank, who.incarnation);
     for (const Start& start : view.starts)
         std::printf(" from %llu/%u", static_cast<unsigned long long>(start.steps), start.base);
 }
 
-void trace_note(const World& world, std::uint16_t from, const Note& sent) {
+void trace_note(const World& world, std::uint16_t from, const OutgoingViewMessage& sent) {
     static constexpr const char* names[] = {"",         "beat",    "prepare", "promise", "value", "propose",
                                             "accepted", "refusal", "record",  "request", "card"};
-    const auto note = parse_note(sent.body, world.capacity());
-    if (!note || note->kind == NoteKind::beat) return;
+    const auto note = parse_view_message(sent.body, world.capacity());
+    if (!note || note->kind == ViewMessageKind::beat) return;
     std::printf("%8.3f    %u -> %u %s in %u", static_cast<double>(world.now()) / 1e9, from, sent.to,
                 names[static_cast<std::size_t>(note->kind)], note->number);
     if (note->ballot) std::printf(", ballot %u.%u", note->ballot.round, note->ballot.rank);
@@ -301,10 +301,10 @@ private:
         for (std::uint16_t rank = 0; rank < world_.capacity(); ++rank) {
             if (!lives(rank)) continue;
             const Views& views = *world_.at(rank).views;
-            const auto standing = views.standing(world_.now());
+            const auto connectivity = views.connectivity(world_.now());
             std::printf("          %u.%u:%s%s%s%s, %llu steps, in", rank, world_.at(rank).self.incarnation,
                         views.inside() ? " inside" : " outside", views.frozen() ? " frozen" : "",
-                        standing.quorum ? " quorum" : "", standing.knocking ? " knocks" : "",
+                        connectivity.quorum ? " quorum" : "", connectivity.requesting_join ? " knocks" : "",
                         static_cast<unsigned long long>(world_.at(rank).steps));
             show(world_.view(rank));
             std::printf("\n");

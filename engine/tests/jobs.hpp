@@ -147,13 +147,13 @@ public:
         const auto found = ended_[rank].find(id);
         return found == ended_[rank].end() ? nullptr : &found->second;
     }
-    // Runs until that exchange has ended; a test fails when it has not after `patience`.
-    const Outcome& wait(std::uint16_t rank, std::uint64_t id, Nanos patience = 30 * second) {
-        const Nanos give_up_at = network_.now() + patience;
+    // Runs until that exchange has ended; a test fails when it has not after `wait_limit`.
+    const Outcome& wait(std::uint16_t rank, std::uint64_t id, Nanos wait_limit = 30 * second) {
+        const Nanos timeout_at = network_.now() + wait_limit;
         for (;;) {
             if (const Outcome* ended = outcome(rank, id)) return *ended;
             const bool more = network_.advance();
-            if (more && network_.now() < give_up_at) continue;
+            if (more && network_.now() < timeout_at) continue;
             if (const Outcome* ended = outcome(rank, id)) return *ended;
             throw std::runtime_error(
                 "rank " + std::to_string(rank) + "'s exchange " + std::to_string(id) +
@@ -161,9 +161,9 @@ public:
         }
     }
     // Waits for the exchanges of all ranks, given by their ids; each must end with this status.
-    void wait_all(const std::vector<std::uint64_t>& ids, Status status = Status::ok, Nanos patience = 30 * second) {
+    void wait_all(const std::vector<std::uint64_t>& ids, Status status = Status::ok, Nanos wait_limit = 30 * second) {
         for (std::uint16_t rank = 0; rank < ids.size(); ++rank) {
-            const auto got = static_cast<int>(wait(rank, ids[rank], patience).status);
+            const auto got = static_cast<int>(wait(rank, ids[rank], wait_limit).status);
             CHECK_EQUAL(got, static_cast<int>(status));
         }
     }

@@ -86,7 +86,7 @@ public:
         kill(rank);
         for (std::uint16_t to = 0; to < capacity(); ++to) {
             if (to != rank && at(to).runs() && !cut_[rank].has(to)) {
-                at(to).views->gone(rank, now_);
+                at(to).views->on_goodbye(rank, now_);
                 drain(to);
             }
         }
@@ -112,19 +112,19 @@ public:
         const Member who = at(rank).self;
         const auto card = std::vector<std::byte>(4, static_cast<std::byte>(who.incarnation));
         if (!at(rank).runs() || !at(sponsor).runs()) return;
-        at(rank).views->ask_in(who, card, now_);
-        at(sponsor).views->ask_in(who, card, now_);
+        at(rank).views->request_admission(who, card, now_);
+        at(sponsor).views->request_admission(who, card, now_);
         drain(rank);
         drain(sponsor);
     }
     void leave(std::uint16_t rank) {
         at(rank).asked_out = true;
-        if (at(rank).runs()) at(rank).views->ask_out(now_);
+        if (at(rank).runs()) at(rank).views->request_leave(now_);
         drain(rank);
     }
 
     void anew(std::uint16_t rank) {
-        if (at(rank).runs()) at(rank).views->ask_anew(now_);
+        if (at(rank).runs()) at(rank).views->request_view(now_);
         drain(rank);
     }
 
@@ -212,7 +212,7 @@ public:
     }
     [[nodiscard]] Ranks members(std::uint16_t rank) { return view(rank).ranks(); }
     // Called with every note that is sent: a line of the trace.
-    void (*trace)(const World&, std::uint16_t from, const Note&){};
+    void (*trace)(const World&, std::uint16_t from, const OutgoingViewMessage&){};
 
 private:
     struct Flight {
@@ -232,7 +232,7 @@ private:
         process.views = std::make_unique<Views>(
             ViewsConfig{.self = who, .members = members, .capacity = capacity(), .silence = silence, .seed = seed_},
             now_);
-        process.views->enroll({.session = session});
+        process.views->add_session({.session = session});
         process.views->watch(now_);
         look(who.rank);
         process.place = view(who.rank);
@@ -247,7 +247,7 @@ private:
     void drain(std::uint16_t rank) {
         Process& process = at(rank);
         if (!process.views) return;
-        while (auto note = process.views->take_note()) {
+        while (auto note = process.views->take_view_message()) {
             ++notes_;
             if (trace != nullptr) trace(*this, rank, *note);
             if (cut_[rank].has(note->to)) continue;
@@ -298,7 +298,7 @@ private:
     // those who do had begun already, which they make again.
     void check_step(std::uint16_t rank) {
         const Process& self = at(rank);
-        if (!self.place.has(self.self) && !self.place.lets_go(self.self))
+        if (!self.place.has(self.self) && !self.place.is_leaving(self.self))
             fail("rank " + std::to_string(rank) + " made a step in a view it is not in");
         const auto next = decided_.upper_bound(self.place.number);
         if (next != decided_.end()) check_overtaken(rank, next->second);
@@ -307,7 +307,7 @@ private:
         const Process& self = at(rank);
         const Start* start = next.start(session);
         if (start == nullptr || self.views->blank(session)) return;
-        const bool goes_on = (next.has(self.self) && !next.takes_in(self.self)) || next.lets_go(self.self);
+        const bool goes_on = (next.has(self.self) && !next.has_joined(self.self)) || next.is_leaving(self.self);
         if (self.steps > start->steps + (goes_on ? 0 : 1))
             fail("rank " + std::to_string(rank) + " made step " + std::to_string(self.steps) + " of view " +
                  std::to_string(self.place.number) + ", but view " + std::to_string(next.number) + " begins at " +

@@ -6,32 +6,32 @@
 
 namespace storm {
 
-SharedNetwork::SharedNetwork(std::size_t hosts, const SharedLines& lines)
-    : hosts_(hosts), priority_(lines.priority), header_bytes_(lines.header_bytes), lines_(hosts, lines.network) {}
+SharedNetwork::SharedNetwork(std::size_t hosts, const SharedNetworkSettings& lines)
+    : hosts_(hosts), priority_(lines.priority), header_bytes_(lines.header_bytes), network_(hosts, lines.network) {}
 
 Nanos SharedNetwork::next_at() const {
-    return service_ ? std::min(lines_.next_at(), service_->next_at()) : lines_.next_at();
+    return service_ ? std::min(network_.next_at(), service_->next_at()) : network_.next_at();
 }
 
 void SharedNetwork::send(Datagram datagram, Nanos now) {
     const auto size = static_cast<std::uint32_t>(datagram.bytes.size());
-    lines_.send({.source = datagram.source,
-                 .target = datagram.target,
-                 .priority = priority_,
-                 .wire_bytes = size + header_bytes_,
-                 .datagram = std::move(datagram.bytes)},
-                now);
+    network_.send({.source = datagram.source,
+                   .target = datagram.target,
+                   .priority = priority_,
+                   .wire_bytes = size + header_bytes_,
+                   .datagram = std::move(datagram.bytes)},
+                  now);
 }
 
 std::optional<Medium::Datagram> SharedNetwork::step(Nanos now) {
-    if (service_ && service_->next_at() < lines_.next_at()) {
-        service_->tick(now, lines_);
+    if (service_ && service_->next_at() < network_.next_at()) {
+        service_->tick(now, network_);
         return std::nullopt;
     }
-    std::optional<SimPacket> packet = lines_.step();
+    std::optional<SimPacket> packet = network_.step();
     if (!packet) return std::nullopt;
     if (packet->segment) {
-        service_->receive(*packet, now, lines_);
+        service_->receive(*packet, now, network_);
         return std::nullopt;
     }
     return Datagram{packet->source, packet->target, std::move(packet->datagram)};

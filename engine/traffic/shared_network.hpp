@@ -11,7 +11,7 @@
 
 namespace storm {
 
-struct SharedLines {
+struct SharedNetworkSettings {
     SwitchSettings network{};
     Priority priority{};             // of the cores' datagrams
     std::uint32_t header_bytes{42};  // of each datagram on the wire: Ethernet, IPv4 and UDP
@@ -19,26 +19,26 @@ struct SharedLines {
 
 class SharedNetwork final : public Medium {
 public:
-    SharedNetwork(std::size_t hosts, const SharedLines& lines);
+    SharedNetwork(std::size_t hosts, const SharedNetworkSettings& lines);
 
     [[nodiscard]] Nanos next_at() const override;
     void send(Datagram datagram, Nanos now) override;
     std::optional<Datagram> step(Nanos now) override;
-    [[nodiscard]] std::uint64_t drops() const override { return lines_.drops(); }
+    [[nodiscard]] std::uint64_t drops() const override { return network_.drops(); }
 
     // Begins a service between the hosts. Throws std::logic_error if one runs already.
     void serve(const ServiceSettings& settings, Nanos now);
     // Throws std::logic_error if there is none.
     [[nodiscard]] SimService& service();
-    [[nodiscard]] const SimSwitch& lines() const { return lines_; }
+    [[nodiscard]] const SimSwitch& lines() const { return network_; }
     // Sets the rate of a rack's lines to the other racks, from now on. Throws if there are none.
-    void set_trunk(std::size_t rack, double bytes_per_s) { lines_.set_trunk(rack, bytes_per_s); }
+    void set_trunk(std::size_t rack, double bytes_per_s) { network_.set_trunk(rack, bytes_per_s); }
 
 private:
     std::size_t hosts_;
     Priority priority_;
     std::uint32_t header_bytes_;
-    SimSwitch lines_;
+    SimSwitch network_;
     std::optional<SimService> service_;
 };
 

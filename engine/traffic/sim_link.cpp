@@ -14,7 +14,7 @@ constexpr double least_credit = 2 * 1514;
 
 }  // namespace
 
-SimLine::SimLine(const LineSettings& settings) : settings_(settings) {
+SimLink::SimLink(const SimLinkSettings& settings) : settings_(settings) {
     if (!(settings.low_share >= 0 && settings.low_share < 1)) {
         throw std::invalid_argument("low_share must lie in [0, 1), got " + std::to_string(settings.low_share));
     }
@@ -29,7 +29,7 @@ SimLine::SimLine(const LineSettings& settings) : settings_(settings) {
     of(Priority::low).credit = settings.low_share > 0 ? 0 : -1;
 }
 
-bool SimLine::offer(std::uint32_t packet, std::size_t bytes, Priority priority, Nanos now) {
+bool SimLink::offer(std::uint32_t packet, std::size_t bytes, Priority priority, Nanos now) {
     Class& own = of(priority);
     // A packet that can leave at once waits nowhere.
     const bool at_once = free_at_ <= now && classes_[0].queue.empty() && classes_[1].queue.empty();
@@ -42,9 +42,9 @@ bool SimLine::offer(std::uint32_t packet, std::size_t bytes, Priority priority, 
     return true;
 }
 
-Nanos SimLine::next_at() const { return classes_[0].queue.empty() && classes_[1].queue.empty() ? never : free_at_; }
+Nanos SimLink::next_at() const { return classes_[0].queue.empty() && classes_[1].queue.empty() ? never : free_at_; }
 
-void SimLine::refill(Nanos now) {
+void SimLink::refill(Nanos now) {
     const double most = std::max(settings_.burst_bytes, least_credit);
     const double passed_s = static_cast<double>(now - refilled_at_) * 1e-9;
     for (Class& each : classes_) {
@@ -53,7 +53,7 @@ void SimLine::refill(Nanos now) {
     refilled_at_ = now;
 }
 
-SimLine::Departure SimLine::take(Nanos now) {
+SimLink::Departure SimLink::take(Nanos now) {
     refill(now);
     Class& normal = of(Priority::normal);
     Class& low = of(Priority::low);

@@ -14,7 +14,7 @@ namespace storm {
 
 enum class Priority : std::uint8_t { normal, low };
 
-struct LineSettings {
+struct SimLinkSettings {
     double bytes_per_s{};                // 0 is unlimited: nothing ever waits
     std::size_t queue_bytes{512 << 10};  // of the normal class; 0 is unlimited
     std::size_t low_queue_bytes{128 << 10};
@@ -25,10 +25,10 @@ struct LineSettings {
     double burst_bytes{};
 };
 
-class SimLine {
+class SimLink {
 public:
     // Throws std::invalid_argument.
-    explicit SimLine(const LineSettings& settings);
+    explicit SimLink(const SimLinkSettings& settings);
 
     // Sets the rate of packets that are taken from now on.
     void set_rate(double bytes_per_s) { settings_.bytes_per_s = bytes_per_s; }
@@ -69,7 +69,7 @@ private:
     [[nodiscard]] Class& of(Priority priority) { return classes_[static_cast<std::size_t>(priority)]; }
     void refill(Nanos now);
 
-    LineSettings settings_;
+    SimLinkSettings settings_;
     std::array<Class, 2> classes_{};
     Nanos refilled_at_{};
     Nanos clear_at_{};  // when all that was taken would be through without bursts

@@ -10,8 +10,8 @@ namespace {
 
 constexpr std::uint32_t header_bytes = 14 + 20 + 32;   // Ethernet, IPv4, TCP with timestamps
 constexpr std::uint32_t opening_bytes = 14 + 20 + 40;  // with what a connection agrees on
-constexpr Nanos open_again = second;
-constexpr Nanos ask_again = 200 * millisecond;
+constexpr Nanos connect_retry_after = second;
+constexpr Nanos request_retry_after = 200 * millisecond;
 
 }  // namespace
 
@@ -46,7 +46,7 @@ void SimService::tick(Nanos now, SimSwitch& network) {
     if (arrival_ <= now) {
         const auto client = static_cast<std::uint16_t>(chance_() % hosts_);
         const auto step = 1 + chance_() % (hosts_ - 1);
-        ask(client, static_cast<std::uint16_t>((client + step) % hosts_), now, network);
+        begin_request(client, static_cast<std::uint16_t>((client + step) % hosts_), now, network);
         arrive_after(now);
     }
     while (!timers_.empty() && timers_.top().at <= now) {
@@ -65,7 +65,7 @@ void SimService::tick(Nanos now, SimSwitch& network) {
     }
 }
 
-void SimService::ask(std::uint16_t client, std::uint16_t server, Nanos now, SimSwitch& network) {
+void SimService::begin_request(std::uint16_t client, std::uint16_t server, Nanos now, SimSwitch& network) {
     ++asked_;
     std::vector<std::uint32_t>& ready = idle(client, server);
     auto which = static_cast<std::uint32_t>(connections_.size());
@@ -79,7 +79,7 @@ void SimService::ask(std::uint16_t client, std::uint16_t server, Nanos now, SimS
         ready.pop_back();
     }
     Connection& one = connections_[which];
-    one.asked_at = now;
+    one.requested_at = now;
     ++one.requests;
     send_first(which, now, network);
     arm(which);
@@ -89,11 +89,11 @@ void SimService::ask(std::uint16_t client, std::uint16_t server, Nanos now, SimS
 void SimService::send_first(std::uint32_t which, Nanos now, SimSwitch& network) {
     Connection& one = connections_[which];
     if (!one.open) {
-        one.retry_at = now + open_again;
+        one.retry_at = now + connect_retry_after;
         send(one, true, {.connection = which, .kind = Segment::Kind::open}, 0, now, network);
         return;
     }
-    one.retry_at = now + ask_again;
+    one.retry_at = now + request_retry_after;
     send(one, true, {.connection = which, .kind = Segment::Kind::request, .number = one.requests},
          settings_.request_bytes, now, network);
 }
@@ -168,7 +168,7 @@ void SimService::receive_data(std::uint32_t which, const Segment& segment, Nanos
     const bool at_once = one.receiver.on_data(segment.number, segment.order, now);
     if (at_once) send_ack(which, now, network);
     if (was_complete || one.receiver.next() < one.requests * segments_) return;
-    answered_.push_back({one.asked_at, now - one.asked_at});
+    answered_.push_back({one.requested_at, now - one.requested_at});
     idle(one.client, one.server).push_back(which);
 }
 

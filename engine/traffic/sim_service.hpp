@@ -30,16 +30,16 @@ public:
     // No request arrives from now on; those that did are still answered.
     void stop() { arrival_ = never; }
     // One more request, now.
-    void ask(std::uint16_t client, std::uint16_t server, Nanos now, SimSwitch& network);
+    void begin_request(std::uint16_t client, std::uint16_t server, Nanos now, SimSwitch& network);
     [[nodiscard]] Nanos next_at() const;
     void tick(Nanos now, SimSwitch& network);
     void receive(const SimPacket& packet, Nanos now, SimSwitch& network);
 
     struct Answered {
-        Nanos asked_at{}, took{};
+        Nanos requested_at{}, took{};
     };
     [[nodiscard]] const std::vector<Answered>& answered() const { return answered_; }
-    [[nodiscard]] std::uint64_t asked() const { return asked_; }
+    [[nodiscard]] std::uint64_t requested() const { return asked_; }
     [[nodiscard]] std::size_t connections() const { return connections_.size(); }
     [[nodiscard]] std::uint64_t resent() const;    // segments
     [[nodiscard]] std::uint64_t timeouts() const;  // of senders, after which they begin again with one segment
@@ -49,7 +49,7 @@ private:
         std::uint16_t client{}, server{};
         bool open{};
         std::uint32_t requests{}, responses{};  // sent by the client; begun by the server
-        Nanos asked_at{};
+        Nanos requested_at{};
         Nanos opened_at{};
         Nanos retry_at{never};  // the client asks again: what it sent last may be lost
         TcpSender sender{};     // at the server

@@ -7,12 +7,12 @@ namespace storm {
 SimSwitch::SimSwitch(std::size_t hosts, const SwitchSettings& settings)
     : delay_(settings.delay), hosts_(hosts), hosts_per_rack_(settings.hosts_per_rack) {
     for (std::size_t host = 0; host < hosts; ++host) {
-        lines_.emplace_back(settings.up);
-        lines_.emplace_back(settings.down);
+        links_.emplace_back(settings.up);
+        links_.emplace_back(settings.down);
     }
     const std::size_t racks = hosts_per_rack_ == 0 ? 0 : (hosts + hosts_per_rack_ - 1) / hosts_per_rack_;
-    for (std::size_t line = 0; line < 2 * racks; ++line) lines_.emplace_back(settings.trunk);
-    awaited_.assign(lines_.size(), false);
+    for (std::size_t line = 0; line < 2 * racks; ++line) links_.emplace_back(settings.trunk);
+    awaited_.assign(links_.size(), false);
 }
 
 std::uint32_t SimSwitch::keep(SimPacket packet) {
@@ -34,7 +34,7 @@ std::size_t SimSwitch::after(std::size_t line, const SimPacket& packet) const {
 }
 
 void SimSwitch::set_trunk(std::size_t rack, double bytes_per_s) {
-    for (const std::size_t way : {0U, 1U}) lines_.at(2 * (hosts_ + rack) + way).set_rate(bytes_per_s);
+    for (const std::size_t way : {0U, 1U}) links_.at(2 * (hosts_ + rack) + way).set_rate(bytes_per_s);
 }
 
 void SimSwitch::send(SimPacket packet, Nanos now) {
@@ -44,7 +44,7 @@ void SimSwitch::send(SimPacket packet, Nanos now) {
 
 void SimSwitch::put(std::size_t line, std::uint32_t packet, Nanos now) {
     const SimPacket& what = packets_[packet];
-    if (lines_[line].offer(packet, what.wire_bytes, what.priority, now)) {
+    if (links_[line].offer(packet, what.wire_bytes, what.priority, now)) {
         pull(line, now);
     } else {
         free_.push_back(packet);
@@ -52,8 +52,8 @@ void SimSwitch::put(std::size_t line, std::uint32_t packet, Nanos now) {
 }
 
 void SimSwitch::pull(std::size_t line, Nanos now) {
-    while (lines_[line].next_at() <= now) {
-        const SimLine::Departure departure = lines_[line].take(now);
+    while (links_[line].next_at() <= now) {
+        const SimLink::Departure departure = links_[line].take(now);
         const SimPacket& packet = packets_[departure.packet];
         if (line == 2U * packet.target + 1) {
             schedule(departure.at, What::reaches_host, departure.packet);
@@ -63,16 +63,16 @@ void SimSwitch::pull(std::size_t line, Nanos now) {
             schedule(departure.at + takes, What::reaches_switch, departure.packet, after(line, packet));
         }
     }
-    if (awaited_[line] || lines_[line].next_at() == never) return;
+    if (awaited_[line] || links_[line].next_at() == never) return;
     awaited_[line] = true;
-    schedule(lines_[line].next_at(), What::line_is_free, static_cast<std::uint32_t>(line));
+    schedule(links_[line].next_at(), What::link_is_free, static_cast<std::uint32_t>(line));
 }
 
 std::optional<SimPacket> SimSwitch::step() {
     const Event event = events_.top();
     events_.pop();
     switch (event.what) {
-        case What::line_is_free:
+        case What::link_is_free:
             awaited_[event.which] = false;
             pull(event.which, event.at);
             return std::nullopt;
@@ -85,14 +85,14 @@ std::optional<SimPacket> SimSwitch::step() {
 
 std::uint64_t SimSwitch::drops() const {
     std::uint64_t all = 0;
-    for (const SimLine& line : lines_) all += line.counts(Priority::normal).drops + line.counts(Priority::low).drops;
+    for (const SimLink& line : links_) all += line.counts(Priority::normal).drops + line.counts(Priority::low).drops;
     return all;
 }
 
 std::uint64_t SimSwitch::trunk_drops() const {
     std::uint64_t all = 0;
-    for (std::size_t line = 2 * hosts_; line < lines_.size(); ++line)
-        all += lines_[line].counts(Priority::normal).drops + lines_[line].counts(Priority::low).drops;
+    for (std::size_t line = 2 * hosts_; line < links_.size(); ++line)
+        all += links_[line].counts(Priority::normal).drops + links_[line].counts(Priority::low).drops;
     return all;
 }
 

@@ -32,10 +32,10 @@ struct SimPacket {
 };
 
 struct SwitchSettings {
-    LineSettings up{}, down{};
+    SimLinkSettings up{}, down{};
     Nanos delay{50 * microsecond};  // from host to host of one switch; twice that to another rack
     std::size_t hosts_per_rack{};   // 0: all hosts hang on one switch
-    LineSettings trunk{};           // between a rack and the switch of all racks, each way
+    SimLinkSettings trunk{};        // between a rack and the switch of all racks, each way
 };
 
 class SimSwitch {
@@ -50,14 +50,14 @@ public:
     // Lets it happen, and returns the packet that thereby reached its host, if one did.
     std::optional<SimPacket> step();
 
-    [[nodiscard]] const SimLine& up(std::size_t host) const { return lines_.at(2 * host); }
-    [[nodiscard]] const SimLine& down(std::size_t host) const { return lines_.at(2 * host + 1); }
+    [[nodiscard]] const SimLink& up(std::size_t host) const { return links_.at(2 * host); }
+    [[nodiscard]] const SimLink& down(std::size_t host) const { return links_.at(2 * host + 1); }
     [[nodiscard]] std::uint64_t drops() const;
     // Packets that found a queue full on a line between a rack and the switch that joins the racks.
     [[nodiscard]] std::uint64_t trunk_drops() const;
 
 private:
-    enum class What : std::uint8_t { line_is_free, reaches_switch, reaches_host };
+    enum class What : std::uint8_t { link_is_free, reaches_switch, reaches_host };
     struct Event {
         Nanos at{};
         std::uint64_t order{};
@@ -79,7 +79,7 @@ private:
 
     Nanos delay_;
     std::size_t hosts_, hosts_per_rack_;
-    std::vector<SimLine> lines_;  // up and down of each host, then of each rack
+    std::vector<SimLink> links_;  // up and down of each host, then of each rack
     std::vector<bool> awaited_;   // lines for which an event says when they are free
     std::vector<SimPacket> packets_;
     std::vector<std::uint32_t> free_;  // places in packets_

@@ -4,7 +4,7 @@
 
 namespace storm {
 
-bool Answers::promise(Ballot ballot) {
+bool AcceptorState::promise(Ballot ballot) {
     if (ballot < promised) return false;
     // Who forgets what it has accepted answers twice: that, and what the next ballot asks.
     if (ballot != promised && views_bug == ViewsBug::answers) accepted = {};
@@ -12,7 +12,7 @@ bool Answers::promise(Ballot ballot) {
     return true;
 }
 
-bool Answers::accept(Ballot ballot, const View& view) {
+bool AcceptorState::accept(Ballot ballot, const View& view) {
     if (ballot < promised && views_bug != ViewsBug::answers) return false;
     promised = std::max(promised, ballot);
     accepted = ballot;
@@ -20,14 +20,14 @@ bool Answers::accept(Ballot ballot, const View& view) {
     return true;
 }
 
-bool enough(const View& before, const Ranks& answered, const Ranks& heard) {
+bool has_quorum(const View& before, const Ranks& answered, const Ranks& heard) {
     if (views_bug != ViewsBug::majority) return is_quorum(before, answered);
     View shrunk = before;
     std::erase_if(shrunk.members, [&](Member who) { return !heard.has(who.rank); });
     return is_quorum(shrunk, answered);
 }
 
-void Proposal::on_promise(std::uint16_t rank, Ballot accepted_before, std::vector<Position> where, bool holds) {
+void Proposal::on_promise(std::uint16_t rank, Ballot accepted_before, std::vector<Position> where, bool has_state) {
     if (voting) return;
     if (accepted_before > highest) {
         highest = accepted_before;
@@ -41,7 +41,7 @@ void Proposal::on_promise(std::uint16_t rank, Ballot accepted_before, std::vecto
         positions.emplace_back(rank, std::move(where));
     }
     promised.add(rank);
-    holders.set(rank, holds);
+    state_holders.set(rank, has_state);
 }
 
 void Proposal::on_value(Ballot of, const View& view) {
@@ -67,7 +67,7 @@ std::vector<Start> Proposal::starts(const Ranks& among) const {
     return all;
 }
 
-bool Proposal::everybody(const View& before, const Ranks& answered) const {
+bool Proposal::all_answered(const View& before, const Ranks& answered) const {
     return !replaced.empty() && answered.contains(before.ranks());
 }
 

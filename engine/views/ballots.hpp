@@ -21,7 +21,7 @@ inline constexpr ViewsBug views_bug = ViewsBug::none;
 #endif
 
 // What a process has answered about the next view. It never goes back on it as long as that view is not known.
-struct Answers {
+struct AcceptorState {
     Ballot promised;  // no lower ballot is answered
     Ballot accepted;
     View value;  // what was accepted
@@ -31,7 +31,7 @@ struct Answers {
 };
 
 // Whether those who answered are a quorum of the view before. `heard` is what a wrong rule would count them of.
-[[nodiscard]] bool enough(const View& before, const Ranks& answered, const Ranks& heard);
+[[nodiscard]] bool has_quorum(const View& before, const Ranks& answered, const Ranks& heard);
 
 // A ballot of this process's own.
 struct Proposal {
@@ -42,7 +42,7 @@ struct Proposal {
     // First the promises.
     Ranks promised{};
     std::vector<std::pair<std::uint16_t, std::vector<Position>>> positions{};  // of those who promised
-    Ranks holders{};              // of those, whoever has a part in the state of its sessions
+    Ranks state_holders{};        // of those, whoever has a part in the state of its sessions
     Ballot highest{};             // of all that was accepted before, as the promises say
     std::optional<View> found{};  // the value of that ballot, once it is here
 
@@ -51,13 +51,13 @@ struct Proposal {
     View value{};
     Ranks accepted{};
 
-    void on_promise(std::uint16_t rank, Ballot accepted_before, std::vector<Position> where, bool holds);
+    void on_promise(std::uint16_t rank, Ballot accepted_before, std::vector<Position> where, bool has_state);
     void on_value(Ballot of, const View& view);
     // Where sessions begin, if these go on.
     [[nodiscard]] std::vector<Start> starts(const Ranks& among) const;
     // Whether all members of `before` have answered, or the process that now has their slot: where those who are left
     // are no quorum, that will do too.
-    [[nodiscard]] bool everybody(const View& before, const Ranks& answered) const;
+    [[nodiscard]] bool all_answered(const View& before, const Ranks& answered) const;
 };
 
 }  // namespace storm

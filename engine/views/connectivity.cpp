@@ -6,65 +6,69 @@
 namespace storm {
 namespace {
 
-constexpr Nanos unheard = -never;
+constexpr Nanos never_received = -never;
 // A path that carries no data stays out of use for so many silences.
 constexpr Nanos blocked_silences = 10;
 
 }  // namespace
 
 Connectivity::Connectivity(std::uint16_t own_rank, std::uint16_t capacity, Nanos silence)
-    : own_(own_rank), silence_(silence), heard_at_(capacity, unheard), blocked_until_(capacity, 0), rows_(capacity) {
-    rows_[own_].hears.add(own_);
-    rows_[own_].said = true;
+    : own_(own_rank),
+      silence_(silence),
+      last_received_at_(capacity, never_received),
+      blocked_until_(capacity, 0),
+      reports_(capacity) {
+    reports_[own_].reachable.add(own_);
+    reports_[own_].received = true;
 }
 
-void Connectivity::hear(std::uint16_t rank, Nanos now) {
+void Connectivity::on_received(std::uint16_t rank, Nanos now) {
     if (rank == own_ || left_.has(rank)) return;
-    heard_at_[rank] = now;
-    if (hears().has(rank) || now < blocked_until_[rank]) return;
-    rows_[own_].hears.add(rank);
+    last_received_at_[rank] = now;
+    if (reachable().has(rank) || now < blocked_until_[rank]) return;
+    reports_[own_].reachable.add(rank);
     changed_ = true;
     next_ = std::min(next_, now + silence_);
 }
 
-void Connectivity::gone(std::uint16_t rank) {
+void Connectivity::on_goodbye(std::uint16_t rank) {
     if (rank == own_ || left_.has(rank)) return;
     left_.add(rank);
-    rows_[own_].hears.remove(rank);
-    rows_[rank] = {};
+    reports_[own_].reachable.remove(rank);
+    reports_[rank] = {};
     changed_ = true;
 }
 
 void Connectivity::blocked(std::uint16_t rank, Nanos now) {
     if (rank == own_) return;
     blocked_until_[rank] = now + blocked_silences * silence_;
-    if (!hears().has(rank)) return;
-    rows_[own_].hears.remove(rank);
+    if (!reachable().has(rank)) return;
+    reports_[own_].reachable.remove(rank);
     changed_ = true;
 }
 
 void Connectivity::reset(std::uint16_t rank) {
     if (rank == own_) return;
     left_.remove(rank);
-    rows_[own_].hears.remove(rank);
-    rows_[rank] = {};
-    heard_at_[rank] = unheard;
+    reports_[own_].reachable.remove(rank);
+    reports_[rank] = {};
+    last_received_at_[rank] = never_received;
     blocked_until_[rank] = 0;
     changed_ = true;
 }
 
-void Connectivity::trust(std::uint16_t rank, Nanos now) { hear(rank, now); }
+void Connectivity::trust(std::uint16_t rank, Nanos now) { on_received(rank, now); }
 
-void Connectivity::report(std::uint16_t rank, const Ranks& hears, Nanos now) {
-    Row& row = rows_[rank];
+void Connectivity::report(std::uint16_t rank, const Ranks& reachable, Nanos now) {
+    ReachabilityReport& row = reports_[rank];
     if (rank == own_ || left_.has(rank)) return;
-    if (!row.said || row.hears != hears) changed_ = true;
-    row = {.hears = hears, .at = now, .said = true};
+    if (!row.received || row.reachable != reachable) changed_ = true;
+    row = {.reachable = reachable, .at = now, .received = true};
 }
 
 void Connectivity::slept(Nanos now) {
-    for (const std::uint16_t rank : hears()) {
-        if (rank != own_) heard_at_[rank] = std::max(heard_at_[rank], now - silence_ / 2);
+    for (const std::uint16_t rank : reachable()) {
+        if (rank != own_) last_received_at_[rank] = std::max(last_received_at_[rank], now - silence_ / 2);
     }
     next_ = now;
 }
@@ -72,14 +76,14 @@ void Connectivity::slept(Nanos now) {
 void Connectivity::refresh(Nanos now) {
     if (now < next_) return;
     next_ = never;
-    Ranks& own = rows_[own_].hears;
+    Ranks& own = reports_[own_].reachable;
     for (const std::uint16_t rank : Ranks(own)) {
         if (rank == own_) continue;
-        const Nanos until = heard_at_[rank] + silence_;
+        const Nanos until = last_received_at_[rank] + silence_;
         if (until <= now) {
             own.remove(rank);
             // What a silent process said last is no longer true.
-            rows_[rank] = {};
+            reports_[rank] = {};
             changed_ = true;
         } else {
             next_ = std::min(next_, until);
@@ -87,12 +91,13 @@ void Connectivity::refresh(Nanos now) {
     }
 }
 
-std::optional<Nanos> Connectivity::heard_at(std::uint16_t rank) const {
-    return heard_at_[rank] == unheard ? std::nullopt : std::optional(heard_at_[rank]);
+std::optional<Nanos> Connectivity::last_received_at(std::uint16_t rank) const {
+    return last_received_at_[rank] == never_received ? std::nullopt : std::optional(last_received_at_[rank]);
 }
 
 bool Connectivity::good(std::uint16_t a, std::uint16_t b) const {
-    return (!rows_[a].said || rows_[a].hears.has(b)) && (!rows_[b].said || rows_[b].hears.has(a));
+    return (!reports_[a].received || reports_[a].reachable.has(b)) &&
+           (!reports_[b].received || reports_[b].reachable.has(a));
 }
 
 bool Connectivity::good(std::uint16_t who, const Ranks& others) const {
@@ -105,9 +110,10 @@ bool Connectivity::good(std::uint16_t who, const Ranks& others) const {
 Ranks Connectivity::choose(Ranks from, const Ranks& dispensable) const {
     // Almost always everybody hears everybody.
     bool whole = true;
-    for (const std::uint16_t rank : from) whole = whole && (!rows_[rank].said || rows_[rank].hears.contains(from));
+    for (const std::uint16_t rank : from)
+        whole = whole && (!reports_[rank].received || reports_[rank].reachable.contains(from));
     if (whole) return from;
-    std::vector<Ranks> bad(rows_.size());
+    std::vector<Ranks> bad(reports_.size());
     for (const std::uint16_t a : from) {
         for (const std::uint16_t b : from) {
             if (a < b && !good(a, b)) {

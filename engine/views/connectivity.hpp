@@ -16,15 +16,15 @@ public:
     Connectivity(std::uint16_t own_rank, std::uint16_t capacity, Nanos silence);
 
     // Something came from that process. What comes after its goodbye is old, and says nothing.
-    void hear(std::uint16_t rank, Nanos now);
-    void gone(std::uint16_t rank);
+    void on_received(std::uint16_t rank, Nanos now);
+    void on_goodbye(std::uint16_t rank);
     void blocked(std::uint16_t rank, Nanos now);
     // Another process has the slot: nothing that was known of it holds.
     void reset(std::uint16_t rank);
     // Takes it for heard just now: it has a whole silence from here on to show that it is there.
     void trust(std::uint16_t rank, Nanos now);
     // That process says whom it hears.
-    void report(std::uint16_t rank, const Ranks& hears, Nanos now);
+    void report(std::uint16_t rank, const Ranks& reachable, Nanos now);
     // This process did not run for a while: what it has not heard meanwhile may still wait in its queues.
     void slept(Nanos now);
 
@@ -36,11 +36,11 @@ public:
     [[nodiscard]] bool take_changed() { return std::exchange(changed_, false); }
 
     // Whom this process hears, itself included.
-    [[nodiscard]] const Ranks& hears() const { return rows_[own_].hears; }
+    [[nodiscard]] const Ranks& reachable() const { return reports_[own_].reachable; }
     [[nodiscard]] const Ranks& left() const { return left_; }
-    [[nodiscard]] std::optional<Nanos> heard_at(std::uint16_t rank) const;
+    [[nodiscard]] std::optional<Nanos> last_received_at(std::uint16_t rank) const;
     // Whom a process says that it hears; nobody, as long as it has said nothing.
-    [[nodiscard]] const Ranks& told(std::uint16_t rank) const { return rows_[rank].hears; }
+    [[nodiscard]] const Ranks& reported(std::uint16_t rank) const { return reports_[rank].reachable; }
     // Whether both ends hear each other; where one has said nothing, the other decides.
     [[nodiscard]] bool good(std::uint16_t a, std::uint16_t b) const;
     // Whether the links of `who` to all others of the set are good.
@@ -50,10 +50,10 @@ public:
     [[nodiscard]] Ranks choose(Ranks from, const Ranks& dispensable) const;
 
 private:
-    struct Row {
-        Ranks hears;
+    struct ReachabilityReport {
+        Ranks reachable;
         Nanos at{};  // when it was said
-        bool said{};
+        bool received{};
     };
 
     std::uint16_t own_;
@@ -61,8 +61,8 @@ private:
     Nanos next_{never};
     bool changed_{true};
     Ranks left_;
-    std::vector<Nanos> heard_at_, blocked_until_;  // by rank; `unheard` if never
-    std::vector<Row> rows_;                        // by rank
+    std::vector<Nanos> last_received_at_, blocked_until_;  // by rank; `never_received` if never
+    std::vector<ReachabilityReport> reports_;              // by rank
 };
 
 }  // namespace storm

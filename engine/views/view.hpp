@@ -42,9 +42,9 @@ struct View {
     std::vector<Member> leaving{};  // no members: they hand over what they own, and go
     std::vector<Start> starts{};    // by rising session
 
-    [[nodiscard]] bool has(Member who) const;      // among the members
-    [[nodiscard]] bool lets_go(Member who) const;  // among those that leave
-    [[nodiscard]] bool takes_in(Member who) const;
+    [[nodiscard]] bool has(Member who) const;         // among the members
+    [[nodiscard]] bool is_leaving(Member who) const;  // among those that leave
+    [[nodiscard]] bool has_joined(Member who) const;
     [[nodiscard]] const Member* at(std::uint16_t rank) const;  // the member with that rank, if any
     [[nodiscard]] const Start* start(std::uint32_t session) const;
     [[nodiscard]] Ranks ranks() const;  // of the members

@@ -183,9 +183,11 @@ private:
     bool good_ = true;
 };
 
-[[nodiscard]] bool has_ballot(NoteKind kind) { return kind >= NoteKind::prepare && kind <= NoteKind::refusal; }
-[[nodiscard]] bool has_view(NoteKind kind) {
-    return kind == NoteKind::value || kind == NoteKind::propose || kind == NoteKind::record;
+[[nodiscard]] bool has_ballot(ViewMessageKind kind) {
+    return kind >= ViewMessageKind::prepare && kind <= ViewMessageKind::refusal;
+}
+[[nodiscard]] bool has_view(ViewMessageKind kind) {
+    return kind == ViewMessageKind::value || kind == ViewMessageKind::propose || kind == ViewMessageKind::record;
 }
 
 }  // namespace
@@ -195,9 +197,9 @@ bool View::has(Member who) const {
     return found != nullptr && *found == who;
 }
 
-bool View::lets_go(Member who) const { return std::find(leaving.begin(), leaving.end(), who) != leaving.end(); }
+bool View::is_leaving(Member who) const { return std::find(leaving.begin(), leaving.end(), who) != leaving.end(); }
 
-bool View::takes_in(Member who) const { return std::find(joined.begin(), joined.end(), who) != joined.end(); }
+bool View::has_joined(Member who) const { return std::find(joined.begin(), joined.end(), who) != joined.end(); }
 
 const Member* View::at(std::uint16_t rank) const {
     const auto found = std::lower_bound(members.begin(), members.end(), Member{rank, 0});
@@ -224,69 +226,69 @@ bool is_quorum(const View& view, const Ranks& who) {
     if (2 * count != all || all == 0) return 2 * count > all;
     // A newcomer decides last: it may be gone before it has learnt that it is in.
     for (const Member each : view.members) {
-        if (!view.takes_in(each)) return who.has(each.rank);
+        if (!view.has_joined(each)) return who.has(each.rank);
     }
     return who.has(view.members.front().rank);
 }
 
-std::vector<std::byte> write_note(const NoteBody& note) {
+std::vector<std::byte> write_view_message(const ViewMessage& message) {
     std::vector<std::byte> bytes;
     bytes.reserve(64);
     Writer out(bytes);
-    out.number(note.kind);
-    out.incarnation(note.incarnation);
-    out.number(note.number);
-    if (has_ballot(note.kind)) out.ballot(note.ballot);
-    if (has_view(note.kind)) out.view(note.view);
-    switch (note.kind) {
-        case NoteKind::beat:
-            out.number(note.flags);
-            out.ranks(note.hears);
-            out.members(note.asks);
+    out.number(message.kind);
+    out.incarnation(message.incarnation);
+    out.number(message.number);
+    if (has_ballot(message.kind)) out.ballot(message.ballot);
+    if (has_view(message.kind)) out.view(message.view);
+    switch (message.kind) {
+        case ViewMessageKind::beat:
+            out.number(message.flags);
+            out.ranks(message.reachable);
+            out.members(message.join_requests);
             break;
-        case NoteKind::promise:
-            out.number(note.flags);
-            out.ballot(note.accepted);
-            out.number(static_cast<std::uint8_t>(note.positions.size()));
-            for (const Position& each : note.positions) {
+        case ViewMessageKind::promise:
+            out.number(message.flags);
+            out.ballot(message.accepted);
+            out.number(static_cast<std::uint8_t>(message.positions.size()));
+            for (const Position& each : message.positions) {
                 out.number(each.session);
                 out.number(each.steps);
                 out.number(each.settled);
             }
             break;
-        case NoteKind::request: out.member(note.who); break;
-        case NoteKind::card:
-            out.member(note.who);
-            bytes.insert(bytes.end(), note.card.begin(), note.card.end());
+        case ViewMessageKind::request: out.member(message.who); break;
+        case ViewMessageKind::card:
+            out.member(message.who);
+            bytes.insert(bytes.end(), message.card.begin(), message.card.end());
             break;
         default: break;
     }
     return bytes;
 }
 
-std::optional<NoteBody> parse_note(std::span<const std::byte> bytes, std::uint16_t capacity) {
+std::optional<ViewMessage> parse_view_message(std::span<const std::byte> bytes, std::uint16_t capacity) {
     Reader in(bytes, capacity);
-    NoteBody note;
-    note.kind = in.number<NoteKind>();
-    note.incarnation = in.incarnation();
-    note.number = in.number<std::uint32_t>();
-    in.require(note.kind >= NoteKind::beat && note.kind <= NoteKind::card);
-    if (has_ballot(note.kind)) {
-        note.ballot = in.ballot();
-        in.require(static_cast<bool>(note.ballot));
+    ViewMessage message;
+    message.kind = in.number<ViewMessageKind>();
+    message.incarnation = in.incarnation();
+    message.number = in.number<std::uint32_t>();
+    in.require(message.kind >= ViewMessageKind::beat && message.kind <= ViewMessageKind::card);
+    if (has_ballot(message.kind)) {
+        message.ballot = in.ballot();
+        in.require(static_cast<bool>(message.ballot));
     }
-    if (has_view(note.kind)) note.view = in.view();
-    switch (note.kind) {
-        case NoteKind::beat:
-            note.flags = in.number<std::uint8_t>();
-            in.require((note.flags & ~note_flags) == 0);
-            note.hears = in.ranks();
-            note.asks = in.members(most_asks);
+    if (has_view(message.kind)) message.view = in.view();
+    switch (message.kind) {
+        case ViewMessageKind::beat:
+            message.flags = in.number<std::uint8_t>();
+            in.require((message.flags & ~view_flags_all) == 0);
+            message.reachable = in.ranks();
+            message.join_requests = in.members(most_join_requests);
             break;
-        case NoteKind::promise: {
-            note.flags = in.number<std::uint8_t>();
-            in.require((note.flags & ~note_flags) == 0);
-            note.accepted = in.ballot();
+        case ViewMessageKind::promise: {
+            message.flags = in.number<std::uint8_t>();
+            in.require((message.flags & ~view_flags_all) == 0);
+            message.accepted = in.ballot();
             const std::size_t count = in.number<std::uint8_t>();
             in.require(count <= most_sessions);
             for (std::size_t i = 0; i < count; ++i) {
@@ -294,19 +296,19 @@ std::optional<NoteBody> parse_note(std::span<const std::byte> bytes, std::uint16
                 each.session = in.number<std::uint32_t>();
                 each.steps = in.number<std::uint64_t>();
                 each.settled = in.number<std::uint32_t>();
-                note.positions.push_back(each);
+                message.positions.push_back(each);
             }
             break;
         }
-        case NoteKind::request: note.who = in.member(); break;
-        case NoteKind::card:
-            note.who = in.member();
-            note.card = in.remaining(most_card_bytes);
+        case ViewMessageKind::request: message.who = in.member(); break;
+        case ViewMessageKind::card:
+            message.who = in.member();
+            message.card = in.remaining(most_card_bytes);
             break;
         default: break;
     }
     if (!in.whole()) return std::nullopt;
-    return note;
+    return message;
 }
 
 }  // namespace storm

@@ -9,16 +9,16 @@ namespace storm {
 Ranks Views::alive() const {
     Ranks all;
     for (const Member who : latest_.members) {
-        const bool present = who == self_ || (net_.hears().has(who.rank) && !refused_.has(who.rank));
+        const bool present = who == self_ || (net_.reachable().has(who.rank) && !refused_.has(who.rank));
         all.set(who.rank, present && slots_[who.rank].incarnation == who.incarnation);
     }
     return all;
 }
 
 // Members whom anybody hears who is heard: with a dead link, both ends must know of each other to choose as all others do.
-Ranks Views::rumoured() const {
-    Ranks heard = net_.hears();
-    for (const std::uint16_t rank : alive()) heard = heard | net_.told(rank);
+Ranks Views::reachable_by_any() const {
+    Ranks heard = net_.reachable();
+    for (const std::uint16_t rank : alive()) heard = heard | net_.reported(rank);
     return (latest_.ranks() & heard) - replaced() - net_.left() - refused_;
 }
 
@@ -32,31 +32,33 @@ Ranks Views::replaced() const {
 Views::Choice Views::choose(const Ranks& candidates, const Ranks& successors) const {
     Ranks leavers;
     for (const Member who : latest_.members) {
-        const bool wishes = who == self_ ? wants_out_ : (slots_[who.rank].flags & note_leaves) != 0;
+        const bool wishes = who == self_ ? wants_leave_ : (slots_[who.rank].flags & view_flag_wants_leave) != 0;
         leavers.set(who.rank, wishes && leavers.count() < most_leaving);
     }
     Choice choice;
-    choice.stay = net_.choose(candidates, leavers);
-    choice.quorum = enough(latest_, choice.stay, alive());
-    choice.lost = !(latest_.ranks() - choice.stay - net_.left() - replaced() - refused_).empty();
-    for (const std::uint16_t rank : choice.stay) {
+    choice.retained = net_.choose(candidates, leavers);
+    choice.quorum = has_quorum(latest_, choice.retained, alive());
+    choice.lost = !(latest_.ranks() - choice.retained - net_.left() - replaced() - refused_).empty();
+    for (const std::uint16_t rank : choice.retained) {
         const Member who = *latest_.at(rank);
         (leavers.has(rank) ? choice.leaving : choice.members).push_back(who);
     }
     // Those who come in are never a reason to drop somebody who is there. Whoever was brought by a member has no links
     // yet that could be judged; whoever knocks by itself has, and they must be good.
-    Ranks all = choice.stay;
+    Ranks all = choice.retained;
     for (std::uint16_t rank = 0; rank < capacity_; ++rank) {
         if (all.has(rank) || rank == self_.rank || net_.left().has(rank)) continue;
-        const Slot& slot = slots_[rank];
-        const bool brought = successors.has(rank) || std::any_of(asks_.begin(), asks_.end(), [&](const Ask& ask) {
-                                 // With the card, so that it does not get lost with the member who brought it.
-                                 return ask.who == Member{rank, slot.incarnation} && find_card(ask.who) != nullptr;
-                             });
+        const SlotState& slot = slots_[rank];
+        const bool brought =
+            successors.has(rank) ||
+            std::any_of(join_requests_.begin(), join_requests_.end(), [&](const JoinRequest& pending) {
+                // With the card, so that it does not get lost with the member who brought it.
+                return pending.who == Member{rank, slot.incarnation} && find_card(pending.who) != nullptr;
+            });
         // A knock counts if it was made in the knowledge of this view: an older one may be that of a process that died.
-        const bool knocks = (slot.flags & note_knocks) != 0 && slot.number == latest_.number &&
-                            net_.hears().has(rank) && net_.good(rank, all);
-        if ((!brought && !knocks) || latest_.has({rank, slot.incarnation})) continue;
+        const bool wants_join = (slot.flags & view_flag_wants_join) != 0 && slot.number == latest_.number &&
+                                net_.reachable().has(rank) && net_.good(rank, all);
+        if ((!brought && !wants_join) || latest_.has({rank, slot.incarnation})) continue;
         all.add(rank);
         choice.joined.push_back({rank, slot.incarnation});
     }
@@ -66,11 +68,12 @@ Views::Choice Views::choose(const Ranks& candidates, const Ranks& successors) co
 }
 
 // Whether somebody who was to hand over is lost, and a session still waits for it: the next view lists it no more.
-bool Views::misses_leaver() const {
+bool Views::lost_a_leaver() const {
     const bool waits = std::any_of(sessions_.begin(), sessions_.end(),
                                    [&](const Session& each) { return each.place < latest_.number; });
     return waits && std::any_of(latest_.leaving.begin(), latest_.leaving.end(), [&](Member who) {
-               return who != self_ && (!net_.hears().has(who.rank) || slots_[who.rank].incarnation != who.incarnation);
+               return who != self_ &&
+                      (!net_.reachable().has(who.rank) || slots_[who.rank].incarnation != who.incarnation);
            });
 }
 
@@ -83,24 +86,24 @@ void Views::consider(Nanos now) {
         wanted_since_ = never;
         return;
     }
-    const Ranks present = alive(), successors = replaced() & net_.hears();
-    const Choice choice = choose(rumoured(), successors);
+    const Ranks present = alive(), successors = replaced() & net_.reachable();
+    const Choice choice = choose(reachable_by_any(), successors);
     const bool all_accounted_for = !successors.empty() && (present | successors).contains(latest_.ranks());
     const bool possible = choice.quorum || all_accounted_for;
-    const bool orphaned = misses_leaver();
-    const bool wanted = answers_.promised || choice.members != latest_.members || orphaned || wants_anew_;
-    if (!possible || !wanted || choice.members.empty() || !choice.stay.has(self_.rank)) {
+    const bool orphaned = lost_a_leaver();
+    const bool wanted = acceptor_.promised || choice.members != latest_.members || orphaned || wants_new_view_;
+    if (!possible || !wanted || choice.members.empty() || !choice.retained.has(self_.rank)) {
         wanted_since_ = never;
         return;
     }
     if (wanted_since_ == never) wanted_since_ = now;
     Nanos turn = 0;
     for (const Member who : choice.members) {
-        if (choice.stay.has(who.rank) && (who < self_ || wants_out_))
+        if (choice.retained.has(who.rank) && (who < self_ || wants_leave_))
             turn = std::min(turn + (refused_.empty() ? silence_ / 16 : silence_ / 64), silence_ / 2);
     }
-    Nanos due = turn + patience_;
-    if (answers_.promised && !refused_.has(answers_.promised.rank)) {
+    Nanos due = turn + proposer_backoff_;
+    if (acceptor_.promised && !refused_.has(acceptor_.promised.rank)) {
         due += active_at_ + 3 * silence_ / 8;
     } else {
         // A goodbye is certain, and that nobody listens there nearly so; others may not know of it. Silence needs two more beats, in which all others notice it too. Of those who come in,
@@ -117,34 +120,34 @@ void Views::consider(Nanos now) {
 }
 
 void Views::propose(Nanos now) {
-    round_ = std::max(round_, answers_.promised.round) + 1;
+    round_ = std::max(round_, acceptor_.promised.round) + 1;
     proposal_.emplace();
     Proposal& own = *proposal_;
     own.ballot = {round_, self_.rank, self_.incarnation};
     own.began_at = own.resend_at = now;
     own.replaced = replaced();
-    (void)answers_.promise(own.ballot);
-    own.on_promise(self_.rank, answers_.accepted, positions(), !blank_);
-    if (answers_.accepted) own.on_value(answers_.accepted, answers_.value);
+    (void)acceptor_.promise(own.ballot);
+    own.on_promise(self_.rank, acceptor_.accepted, positions(), !blank_);
+    if (acceptor_.accepted) own.on_value(acceptor_.accepted, acceptor_.value);
     drive(now);
 }
 
 // Asks again those who have not answered.
 void Views::drive(Nanos now) {
     if (now < proposal_->resend_at) return;
-    if (now >= proposal_->began_at + silence_) return abandon(now);
+    if (now >= proposal_->began_at + silence_) return abort_proposal(now);
     if (!proposal_->voting) try_vote(now);
     if (!proposal_) return;
     proposal_->resend_at = now + silence_ / 64;
-    ask_voters();
+    request_votes();
 }
 
-void Views::ask_voters() {
+void Views::request_votes() {
     const Proposal& own = *proposal_;
-    NoteBody note = make(own.voting ? NoteKind::propose : NoteKind::prepare);
-    note.ballot = own.ballot;
-    if (own.voting) note.view = own.value;
-    const std::vector<std::byte> body = write_note(note);
+    ViewMessage message = make(own.voting ? ViewMessageKind::propose : ViewMessageKind::prepare);
+    message.ballot = own.ballot;
+    if (own.voting) message.view = own.value;
+    const std::vector<std::byte> body = write_view_message(message);
     for (const std::uint16_t rank : voters() - (own.voting ? own.accepted : own.promised)) {
         if (rank != self_.rank && !net_.left().has(rank)) out_.push_back({rank, body});
     }
@@ -156,10 +159,10 @@ Ranks Views::voters() const {
     return all;
 }
 
-void Views::abandon(Nanos now) {
+void Views::abort_proposal(Nanos now) {
     proposal_.reset();
     ++failures_;
-    patience_ = draw((silence_ / 8) << std::min(failures_, 3U));
+    proposer_backoff_ = draw((silence_ / 8) << std::min(failures_, 3U));
     active_at_ = now;
     dirty_ = true;
 }
@@ -169,20 +172,21 @@ void Views::try_vote(Nanos now) {
     Proposal& own = *proposal_;
     if (own.voting) return;
     Ranks awaited;
-    for (const std::uint16_t rank : (voters() & net_.hears()) - own.promised - refused_) {
+    for (const std::uint16_t rank : (voters() & net_.reachable()) - own.promised - refused_) {
         awaited.set(rank, net_.good(self_.rank, rank));
     }
     if (!awaited.empty() && now < own.began_at + silence_ / 4) return;
-    const bool quorum = enough(latest_, own.promised - own.replaced, alive());
-    if (!quorum && !own.everybody(latest_, own.promised)) return;
+    const bool quorum = has_quorum(latest_, own.promised - own.replaced, alive());
+    if (!quorum && !own.all_answered(latest_, own.promised)) return;
     if (own.highest && !own.found) return;  // comes with the promise when that is asked for again
     if (own.found) {
         // It may have been decided already. Who is in it has promised, if not to us, and is still where it was then.
         own.value = *own.found;
     } else {
         const Choice choice = choose(own.promised & (latest_.ranks() - own.replaced), own.promised & own.replaced);
-        if (choice.members.empty() || !choice.stay.has(self_.rank) || (quorum && !choice.quorum)) return abandon(now);
-        Ranks among = choice.stay;
+        if (choice.members.empty() || !choice.retained.has(self_.rank) || (quorum && !choice.quorum))
+            return abort_proposal(now);
+        Ranks among = choice.retained;
         own.value.members = choice.members;
         own.value.joined = choice.joined;
         own.value.leaving = choice.leaving;
@@ -191,7 +195,7 @@ void Views::try_vote(Nanos now) {
             const bool there = own.promised.has(who.rank) && slots_[who.rank].incarnation == who.incarnation;
             const bool listed = std::any_of(choice.members.begin(), choice.members.end(),
                                             [&](Member each) { return each.rank == who.rank; });
-            if (!there || listed || own.value.leaving.size() >= most_leaving || !net_.good(who.rank, choice.stay))
+            if (!there || listed || own.value.leaving.size() >= most_leaving || !net_.good(who.rank, choice.retained))
                 continue;
             own.value.leaving.push_back(who);
             among.add(who.rank);
@@ -200,31 +204,32 @@ void Views::try_vote(Nanos now) {
         // Those who hold nothing must not begin anew without those who hold something: they wait for them. If all others are
         // gone for good, nothing is left to wait for, and a view without holders says so.
         const bool lost = (voters() - own.promised - own.replaced - net_.left()).empty();
-        if (!latest_.starts.empty() && (own.holders & among).empty() && !lost) return abandon(now);
-        own.value.blank = own.value.ranks() - (own.holders & choice.stay);
+        if (!latest_.starts.empty() && (own.state_holders & among).empty() && !lost) return abort_proposal(now);
+        own.value.blank = own.value.ranks() - (own.state_holders & choice.retained);
         own.value.starts = own.starts(among);
         // A lineage that was lost with those who were replaced may have reached higher numbers; none so high.
         own.value.number = quorum ? latest_.number + 1 : (latest_.number | 0xffffU) + 1;
     }
     own.voting = true;
     own.accepted.add(self_.rank);
-    if (!answers_.accept(own.ballot, own.value)) return abandon(now);
+    if (!acceptor_.accept(own.ballot, own.value)) return abort_proposal(now);
     own.resend_at = now + silence_ / 64;
-    ask_voters();
+    request_votes();
     try_decide(now);
 }
 
 void Views::try_decide(Nanos now) {
     const Proposal& own = *proposal_;
-    const bool decided = enough(latest_, own.accepted - own.replaced, alive()) || own.everybody(latest_, own.accepted);
+    const bool decided =
+        has_quorum(latest_, own.accepted - own.replaced, alive()) || own.all_answered(latest_, own.accepted);
     if (!decided && views_bug != ViewsBug::commit) return;
     Ranks readers = voters();
     for (const Member who : own.value.members) readers.add(who.rank);
     readers.remove(self_.rank);
     install(View(own.value), now);
-    NoteBody record = make(NoteKind::record);
+    ViewMessage record = make(ViewMessageKind::record);
     record.view = latest_;
-    const std::vector<std::byte> body = write_note(record);
+    const std::vector<std::byte> body = write_view_message(record);
     for (const std::uint16_t rank : readers - net_.left()) out_.push_back({rank, body});
 }
 
@@ -232,45 +237,45 @@ void Views::try_decide(Nanos now) {
 // a process whose predecessor in the slot was a member answers in its place.
 bool Views::votes() const {
     const Member* present = latest_.at(self_.rank);
-    return takes_part() || (present != nullptr && present->incarnation < self_.incarnation);
+    return is_participant() || (present != nullptr && present->incarnation < self_.incarnation);
 }
 
-void Views::on_prepare(std::uint16_t from, const NoteBody& note, Nanos now) {
-    if (note.number != latest_.number || !latest_.has({from, note.incarnation}) || !votes()) return;
-    round_ = std::max(round_, note.ballot.round);
-    if (!answers_.promise(note.ballot)) return refuse(from);
+void Views::on_prepare(std::uint16_t from, const ViewMessage& message, Nanos now) {
+    if (message.number != latest_.number || !latest_.has({from, message.incarnation}) || !votes()) return;
+    round_ = std::max(round_, message.ballot.round);
+    if (!acceptor_.promise(message.ballot)) return refuse(from);
     active_at_ = now;
     dirty_ = true;
-    if (proposal_ && proposal_->ballot < note.ballot) abandon(now);
-    NoteBody promise = make(NoteKind::promise);
-    promise.ballot = note.ballot;
-    promise.accepted = answers_.accepted;
+    if (proposal_ && proposal_->ballot < message.ballot) abort_proposal(now);
+    ViewMessage promise = make(ViewMessageKind::promise);
+    promise.ballot = message.ballot;
+    promise.accepted = acceptor_.accepted;
     promise.positions = positions();
-    promise.flags = blank_ ? note_blank : 0;
+    promise.flags = blank_ ? view_flag_blank : 0;
     send(from, promise);
-    if (!answers_.accepted) return;
-    NoteBody value = make(NoteKind::value);
-    value.ballot = answers_.accepted;
-    value.view = answers_.value;
+    if (!acceptor_.accepted) return;
+    ViewMessage value = make(ViewMessageKind::value);
+    value.ballot = acceptor_.accepted;
+    value.view = acceptor_.value;
     send(from, value);
 }
 
-void Views::on_propose(std::uint16_t from, const NoteBody& note, Nanos now) {
-    if (note.number != latest_.number || !latest_.has({from, note.incarnation}) || !votes()) return;
-    if (note.view.number <= latest_.number) return;
-    round_ = std::max(round_, note.ballot.round);
-    if (!answers_.accept(note.ballot, note.view)) return refuse(from);
+void Views::on_propose(std::uint16_t from, const ViewMessage& message, Nanos now) {
+    if (message.number != latest_.number || !latest_.has({from, message.incarnation}) || !votes()) return;
+    if (message.view.number <= latest_.number) return;
+    round_ = std::max(round_, message.ballot.round);
+    if (!acceptor_.accept(message.ballot, message.view)) return refuse(from);
     active_at_ = now;
     dirty_ = true;
-    if (proposal_ && proposal_->ballot < note.ballot) abandon(now);
-    NoteBody accepted = make(NoteKind::accepted);
-    accepted.ballot = note.ballot;
+    if (proposal_ && proposal_->ballot < message.ballot) abort_proposal(now);
+    ViewMessage accepted = make(ViewMessageKind::accepted);
+    accepted.ballot = message.ballot;
     send(from, accepted);
 }
 
 void Views::refuse(std::uint16_t to) {
-    NoteBody refusal = make(NoteKind::refusal);
-    refusal.ballot = answers_.promised;
+    ViewMessage refusal = make(ViewMessageKind::refusal);
+    refusal.ballot = acceptor_.promised;
     send(to, refusal);
 }
 

@@ -14,7 +14,7 @@ struct Control {
     Kind kind{};
     std::uint8_t flags{};
     std::uint32_t channel{}, seq{};
-    Blame blame{};
+    FailureCause failure_cause{};
     bool operator==(const Control&) const = default;
 };
 

@@ -215,29 +215,29 @@ void FaultPath::set(std::shared_ptr<const FaultSettings> settings, Nanos now) {
     if (settings != nullptr) settings->validate();
 
     // Arrival numbers and orders of entry come from one counter, so what enters the delay from now on sorts behind.
-    std::map<std::pair<Nanos, std::uint64_t>, Held> due_now;
+    std::map<std::pair<Nanos, std::uint64_t>, HeldDatagram> due_now;
     for (auto& entry : delayed_) due_now.emplace(std::pair(now, entry.second.arrival), std::move(entry.second));
-    for (Held& held : waiting_) due_now.emplace(std::pair(now, held.arrival), std::move(held));
+    for (HeldDatagram& held : waiting_) due_now.emplace(std::pair(now, held.arrival), std::move(held));
     delayed_ = std::move(due_now);
     links_.clear();
     waiting_.clear();
     settings_ = std::move(settings);
 }
 
-FaultPath::Link& FaultPath::link_from(std::uint16_t source) {
+FaultPath::SourceState& FaultPath::link_from(std::uint16_t source) {
     if (source >= links_.size()) links_.resize(std::size_t{source} + 1);
-    std::unique_ptr<Link>& link = links_[source];
+    std::unique_ptr<SourceState>& link = links_[source];
     if (link == nullptr) {
         // Shares the ownership of the settings, points at the link's part of them.
         std::shared_ptr<const LinkFaults> faults(settings_, &settings_->link(source, rank_));
-        link.reset(new Link{
+        link.reset(new SourceState{
             .fates = FaultyLink(std::move(faults), settings_->seed + (std::uint64_t{lane_} << 48), source, rank_)});
     }
     return *link;
 }
 
-void FaultPath::strike(std::uint16_t source, std::span<std::byte> datagram, Nanos now, const Sink& deliver) {
-    Link& link = link_from(source);
+void FaultPath::apply_faults(std::uint16_t source, std::span<std::byte> datagram, Nanos now, const Sink& deliver) {
+    SourceState& link = link_from(source);
     const std::optional<Header> header = link.fates.shares() ? parse_header(datagram) : std::nullopt;
     const Fate fate = link.fates.next(now, header ? &*header : nullptr);
     ++counters_.seen;
@@ -267,19 +267,19 @@ void FaultPath::strike(std::uint16_t source, std::span<std::byte> datagram, Nano
             ++i;
             continue;
         }
-        Held held = std::move(*waiter);
+        HeldDatagram held = std::move(*waiter);
         waiting_.erase(waiter);
         link.waiting.erase(link.waiting.begin() + static_cast<std::ptrdiff_t>(i));
         if (held.delay > 0) {
             const Nanos due = now + held.delay;
             delay_until(due, std::move(held));
         } else {
-            hand_over(std::move(held), deliver);
+            deliver_held(std::move(held), deliver);
         }
     }
 }
 
-void FaultPath::pass_or_hold(std::uint16_t source, Link& link, std::span<std::byte> datagram, const Fate& fate,
+void FaultPath::pass_or_hold(std::uint16_t source, SourceState& link, std::span<std::byte> datagram, const Fate& fate,
                              Nanos now, const Sink& deliver) {
     if (fate.behind == 0 && fate.delay == 0) {
         deliver(datagram);
@@ -289,12 +289,12 @@ void FaultPath::pass_or_hold(std::uint16_t source, Link& link, std::span<std::by
         ++counters_.dropped;
         return;
     }
-    Held held{.bytes = {datagram.begin(), datagram.end()},
-              .arrival = ++order_,
-              .leaves_with = link.arrived + fate.behind,
-              .source = source,
-              .expires = now + reorder_patience,
-              .delay = fate.delay};
+    HeldDatagram held{.bytes = {datagram.begin(), datagram.end()},
+                      .arrival = ++order_,
+                      .leaves_with = link.arrived + fate.behind,
+                      .source = source,
+                      .expires = now + reorder_timeout,
+                      .delay = fate.delay};
     ++counters_.held;
     ++held_datagrams_;
     held_bytes_ += datagram.size();
@@ -305,7 +305,7 @@ void FaultPath::pass_or_hold(std::uint16_t source, Link& link, std::span<std::by
 }
 
 // `held` comes by value: `deliver` may throw, and by then the datagram must be out of every structure and every count.
-void FaultPath::hand_over(Held held, const Sink& deliver) {
+void FaultPath::deliver_held(HeldDatagram held, const Sink& deliver) {
     --held_datagrams_;
     held_bytes_ -= held.bytes.size();
     deliver(held.bytes);
@@ -314,14 +314,14 @@ void FaultPath::hand_over(Held held, const Sink& deliver) {
 void FaultPath::release_due(Nanos now, const Sink& deliver) {
     while (!waiting_.empty() && waiting_.front().expires <= now) {
         std::erase(links_[waiting_.front().source]->waiting, waiting_.begin());
-        Held held = std::move(waiting_.front());
+        HeldDatagram held = std::move(waiting_.front());
         waiting_.pop_front();
         // Count from the end of its wait, not from now: the due time must not depend on how often `release` is called.
         const Nanos due = held.expires + held.delay;
         delay_until(due, std::move(held));
     }
     while (!delayed_.empty() && delayed_.begin()->first.first <= now)
-        hand_over(std::move(delayed_.extract(delayed_.begin()).mapped()), deliver);
+        deliver_held(std::move(delayed_.extract(delayed_.begin()).mapped()), deliver);
 }
 
 }  // namespace storm

@@ -24,7 +24,7 @@ namespace storm {
 
 inline constexpr std::uint32_t reorder_depth = 8;
 // A reordered datagram waits no longer than this for later ones, so that the tail of a transfer is not held for ever.
-inline constexpr Nanos reorder_patience = 5 * millisecond;
+inline constexpr Nanos reorder_timeout = 5 * millisecond;
 inline constexpr Nanos max_fault_delay = 3600 * second;
 
 // The faults of one directed link. Probabilities are per datagram.
@@ -158,7 +158,7 @@ public:
             deliver(datagram);
             return;
         }
-        strike(source, datagram, now, Sink(std::ref(deliver)));
+        apply_faults(source, datagram, now, Sink(std::ref(deliver)));
     }
 
     // Delivers datagrams that have been held long enough.
@@ -184,7 +184,7 @@ private:
     // Made from a reference, it allocates nothing.
     using Sink = std::function<void(std::span<std::byte>)>;
 
-    struct Held {
+    struct HeldDatagram {
         std::vector<std::byte> bytes;
         std::uint64_t arrival{};      // its place among all held datagrams
         std::uint64_t leaves_with{};  // the arrival of its link that ends its wait
@@ -192,27 +192,27 @@ private:
         Nanos expires{};
         Nanos delay{};
     };
-    struct Link {
+    struct SourceState {
         FaultyLink fates;
-        std::uint64_t arrived{};                           // datagrams that arrived, lost ones not counted
-        std::vector<std::list<Held>::iterator> waiting{};  // its part of waiting_: at most 2 * reorder_depth
+        std::uint64_t arrived{};                                   // datagrams that arrived, lost ones not counted
+        std::vector<std::list<HeldDatagram>::iterator> waiting{};  // its part of waiting_: at most 2 * reorder_depth
     };
 
-    Link& link_from(std::uint16_t source);
-    void strike(std::uint16_t source, std::span<std::byte> datagram, Nanos now, const Sink& deliver);
-    void pass_or_hold(std::uint16_t source, Link& link, std::span<std::byte> datagram, const Fate& fate, Nanos now,
-                      const Sink& deliver);
-    void hand_over(Held held, const Sink& deliver);
-    void delay_until(Nanos due, Held held) { delayed_.emplace(std::pair(due, ++order_), std::move(held)); }
+    SourceState& link_from(std::uint16_t source);
+    void apply_faults(std::uint16_t source, std::span<std::byte> datagram, Nanos now, const Sink& deliver);
+    void pass_or_hold(std::uint16_t source, SourceState& link, std::span<std::byte> datagram, const Fate& fate,
+                      Nanos now, const Sink& deliver);
+    void deliver_held(HeldDatagram held, const Sink& deliver);
+    void delay_until(Nanos due, HeldDatagram held) { delayed_.emplace(std::pair(due, ++order_), std::move(held)); }
     void release_due(Nanos now, const Sink& deliver);
 
     std::uint16_t rank_, lane_;
     std::size_t corruptible_bytes_;
     std::shared_ptr<const FaultSettings> settings_;
-    std::vector<std::unique_ptr<Link>> links_;                 // by source; strangers can make 65,536 at most
-    std::list<Held> waiting_;                                  // for later ones; in order of arrival, so of expiry
-    std::map<std::pair<Nanos, std::uint64_t>, Held> delayed_;  // by (due, order of entry)
-    std::vector<std::byte> copy_;                              // a duplicate's bytes; kept to save allocations
+    std::vector<std::unique_ptr<SourceState>> links_;  // by source; strangers can make 65,536 at most
+    std::list<HeldDatagram> waiting_;                  // for later ones; in order of arrival, so of expiry
+    std::map<std::pair<Nanos, std::uint64_t>, HeldDatagram> delayed_;  // by (due, order of entry)
+    std::vector<std::byte> copy_;                                      // a duplicate's bytes; kept to save allocations
     std::uint64_t order_{};
     std::size_t held_datagrams_{}, held_bytes_{};
     FaultCounters counters_;

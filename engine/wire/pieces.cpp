@@ -14,20 +14,21 @@ constexpr std::size_t rounded(std::size_t bytes) { return (bytes + 15) / 16 * 16
 
 }  // namespace
 
-PieceCut::PieceCut(std::size_t chunk_size, std::size_t pieces)
+PieceLayout::PieceLayout(std::size_t chunk_size, std::size_t pieces)
     : chunk_bytes(chunk_size), count(pieces), bytes(pieces == 0 ? 0 : rounded((chunk_size + pieces - 1) / pieces)) {}
 
-PieceCut PieceCut::within(std::size_t chunk_size, std::size_t datagram_bytes, std::size_t overhead) {
+PieceLayout PieceLayout::for_datagram(std::size_t chunk_size, std::size_t datagram_bytes, std::size_t overhead) {
     const std::size_t taken = overhead + PiecePrefix::wire_bytes;
     const std::size_t room = datagram_bytes > taken ? (datagram_bytes - taken) / 16 * 16 : 0;
     if (room == 0) return {chunk_size, most_pieces};
     // The number of pieces for this size; rounding each piece up may make one of them unnecessary.
-    const PieceCut cut(chunk_size, std::clamp<std::size_t>((chunk_size + room - 1) / room, 2, most_pieces));
-    return {chunk_size, std::max<std::size_t>((chunk_size + cut.bytes - 1) / std::max<std::size_t>(cut.bytes, 1), 1)};
+    const PieceLayout layout(chunk_size, std::clamp<std::size_t>((chunk_size + room - 1) / room, 2, most_pieces));
+    return {chunk_size,
+            std::max<std::size_t>((chunk_size + layout.bytes - 1) / std::max<std::size_t>(layout.bytes, 1), 1)};
 }
 
-std::size_t PieceCut::least_datagram(std::size_t chunk_size, std::size_t overhead) {
-    return PieceCut(chunk_size, most_pieces).bytes + overhead + PiecePrefix::wire_bytes;
+std::size_t PieceLayout::least_datagram(std::size_t chunk_size, std::size_t overhead) {
+    return PieceLayout(chunk_size, most_pieces).bytes + overhead + PiecePrefix::wire_bytes;
 }
 
 std::optional<PiecePrefix> parse_piece(std::span<const std::byte> payload) {
@@ -58,9 +59,10 @@ bool Pieces::holds(std::uint64_t number) const {
 Pieces::Taken Pieces::take(const Header& header, std::uint64_t number, std::span<const std::byte> payload) {
     const std::optional<PiecePrefix> prefix = parse_piece(payload);
     if (!prefix || prefix->chunk_bytes > chunk_bytes_) return Taken::malformed;
-    const PieceCut cut(prefix->chunk_bytes, prefix->count);
+    const PieceLayout layout(prefix->chunk_bytes, prefix->count);
     const std::span<const std::byte> piece = payload.subspan(PiecePrefix::wire_bytes);
-    if (!cut.valid() || prefix->index >= cut.count || piece.size() != cut.size(prefix->index)) return Taken::malformed;
+    if (!layout.valid() || prefix->index >= layout.count || piece.size() != layout.size(prefix->index))
+        return Taken::malformed;
 
     const std::uint8_t stage = header.flags & flag_second_stage;
     const auto same_chunk = [&](const Partial& other) {
@@ -69,7 +71,7 @@ Pieces::Taken Pieces::take(const Header& header, std::uint64_t number, std::span
     };
     // Search from the newest: it is most often the one.
     auto found = std::find_if(partial_.rbegin(), partial_.rend(), same_chunk);
-    if (found != partial_.rend() && (found->count != cut.count || found->bytes.size() != cut.chunk_bytes ||
+    if (found != partial_.rend() && (found->count != layout.count || found->bytes.size() != layout.chunk_bytes ||
                                      found->message_bytes != header.message_bytes)) {
         // The chunk was sent again in another cut: the old pieces do not fit the new ones.
         partial_.erase(std::next(found).base());
@@ -82,9 +84,9 @@ Pieces::Taken Pieces::take(const Header& header, std::uint64_t number, std::span
                             .chunk = header.chunk,
                             .message_bytes = header.message_bytes,
                             .stage = stage,
-                            .count = cut.count,
+                            .count = layout.count,
                             .here = 0,
-                            .bytes = std::vector<std::byte>(cut.chunk_bytes),
+                            .bytes = std::vector<std::byte>(layout.chunk_bytes),
                             .numbers = {}});
         found = partial_.rbegin();
     }
@@ -92,13 +94,13 @@ Pieces::Taken Pieces::take(const Header& header, std::uint64_t number, std::span
     const std::uint64_t one = 1ULL << prefix->index;
     if ((partial.here & one) == 0) {
         std::copy(piece.begin(), piece.end(),
-                  partial.bytes.begin() + static_cast<std::ptrdiff_t>(cut.begin(prefix->index)));
+                  partial.bytes.begin() + static_cast<std::ptrdiff_t>(layout.begin(prefix->index)));
         partial.here |= one;
         partial.numbers.push_back(number);
-    } else if (partial.numbers.size() < 2 * cut.count) {
+    } else if (partial.numbers.size() < 2 * layout.count) {
         partial.numbers.push_back(number);  // sent again, and here before the rest of the first time
     }
-    if (partial.here + 1 != (cut.count == 64 ? 0 : 1ULL << cut.count)) return Taken::kept;
+    if (partial.here + 1 != (layout.count == 64 ? 0 : 1ULL << layout.count)) return Taken::kept;
     complete_ = std::move(partial);
     partial_.erase(std::next(found).base());
     return Taken::complete;

@@ -17,12 +17,12 @@
 namespace storm {
 
 // How a chunk is cut: `count` pieces of `bytes` each, of which the last may be shorter.
-struct PieceCut {
+struct PieceLayout {
     static constexpr std::size_t most_pieces = 64;
 
     std::size_t chunk_bytes{}, count{}, bytes{};
 
-    PieceCut(std::size_t chunk_size, std::size_t pieces);
+    PieceLayout(std::size_t chunk_size, std::size_t pieces);
     [[nodiscard]] std::size_t begin(std::size_t piece) const { return piece * bytes; }
     [[nodiscard]] std::size_t size(std::size_t piece) const {
         return piece + 1 < count ? bytes : chunk_bytes - (count - 1) * bytes;
@@ -30,7 +30,7 @@ struct PieceCut {
     // Whether every piece holds at least a byte; a cut sent by a peer may be wrong.
     [[nodiscard]] bool valid() const { return count >= 2 && count <= most_pieces && (count - 1) * bytes < chunk_bytes; }
     // The cut into the fewest pieces that fit `datagram_bytes` each, with `overhead`.
-    static PieceCut within(std::size_t chunk_size, std::size_t datagram_bytes, std::size_t overhead);
+    static PieceLayout for_datagram(std::size_t chunk_size, std::size_t datagram_bytes, std::size_t overhead);
     // The smallest datagram in which a piece of such a chunk fits.
     static std::size_t least_datagram(std::size_t chunk_size, std::size_t overhead);
 };

@@ -54,28 +54,29 @@ void write_header(const Header& header, std::span<std::byte, header_bytes> out) 
     store(at + 28, header.message_bytes);
 }
 
-std::optional<Blame> parse_blame(const Header& header, std::uint16_t world) {
+std::optional<FailureCause> parse_failure_cause(const Header& header, std::uint16_t world) {
     if (header.message_bytes > static_cast<std::uint32_t>(Status::memory_broken)) return std::nullopt;
-    const Blame blame{static_cast<std::uint16_t>(header.chunk), static_cast<Status>(header.message_bytes)};
-    switch (blame.cause) {
+    const FailureCause failure_cause{static_cast<std::uint16_t>(header.chunk),
+                                     static_cast<Status>(header.message_bytes)};
+    switch (failure_cause.cause) {
         case Status::running:
-            return header.kind == Kind::bye && header.chunk == 0 ? std::optional(blame) : std::nullopt;
+            return header.kind == Kind::bye && header.chunk == 0 ? std::optional(failure_cause) : std::nullopt;
         case Status::timed_out:
         case Status::peer_silent:
         case Status::peer_left:
         case Status::size_mismatch:
         case Status::closed:
         case Status::path_blocked:
-        case Status::memory_broken: return header.chunk < world ? std::optional(blame) : std::nullopt;
+        case Status::memory_broken: return header.chunk < world ? std::optional(failure_cause) : std::nullopt;
         case Status::ok:
         case Status::peer_failed: break;
     }
     return std::nullopt;
 }
 
-void write_blame(const Blame& blame, Header& header) {
-    header.chunk = blame.culprit;
-    header.message_bytes = static_cast<std::uint32_t>(blame.cause);
+void write_failure_cause(const FailureCause& failure_cause, Header& header) {
+    header.chunk = failure_cause.culprit;
+    header.message_bytes = static_cast<std::uint32_t>(failure_cause.cause);
 }
 
 std::optional<Report> parse_report(std::span<const std::byte> body) {

@@ -98,17 +98,17 @@ inline constexpr std::size_t check_offset = 4;
 void write_header(const Header& header, std::span<std::byte, header_bytes> out);
 
 // Whose fault an error was, and of what kind. It names the first cause; whoever hears of it passes it on unchanged.
-struct Blame {
+struct FailureCause {
     std::uint16_t culprit{};
     Status cause{Status::running};  // never `ok` or `peer_failed`; `running` where nobody is to blame
 
     [[nodiscard]] explicit operator bool() const { return cause != Status::running; }
-    bool operator==(const Blame&) const = default;
+    bool operator==(const FailureCause&) const = default;
 };
 
 // The blame in a `failed` or `bye`: the culprit takes the place of the chunk, the cause that of the message's length.
-[[nodiscard]] std::optional<Blame> parse_blame(const Header& header, std::uint16_t world);
-void write_blame(const Blame& blame, Header& header);
+[[nodiscard]] std::optional<FailureCause> parse_failure_cause(const Header& header, std::uint16_t world);
+void write_failure_cause(const FailureCause& failure_cause, Header& header);
 
 // What a receiver knows of a link. Bit i of `arrived` says that packet `largest - i` arrived.
 struct Report {

@@ -83,10 +83,10 @@ _PLAIN = ("arrived", "kilobytes", "embeddings differ")
 
 def measure(name: str, loss: float, chosen: argparse.Namespace) -> dict[str, Any]:
     """Runs one application at one loss rate, in the lab or else on this machine; returns it with its conditions."""
-    from stormtorch_lab.jobs.surroundings import Withheld, surroundings
+    from stormtorch_lab.jobs.surroundings import StealTime, surroundings
     from stormtorch_lab.netns import Lab, LabUnavailable
 
-    around, withheld = surroundings(), Withheld()
+    around, withheld = surroundings(), StealTime()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         words = [sys.executable, str(FOLDER / f"{name}.py"), "--seeds", str(chosen.seeds), "--policy", chosen.policy]

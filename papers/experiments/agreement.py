@@ -28,7 +28,7 @@ from stormtorch.exchange.options import Options
 from stormtorch.joining.rendezvous import connect
 from stormtorch.network.faults import faults
 from stormtorch.policies.policy import Policy
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch_lab import simulate
 from stormtorch_lab.jobs.gloo import gloo_group
 from stormtorch_lab.jobs.ranks import Member, run_ranks
@@ -104,7 +104,7 @@ def averaging() -> Policy:
 # --- what is read from steps ------------------------------------------------------------------------------------------
 
 
-def of_rows(rows: Sequence[Row], *, lead: bool) -> Values:
+def of_rows(rows: Sequence[LedgerRow], *, lead: bool) -> Values:
     """Means over batches of steps."""
     rows = rows[SETTLING:]
     update = statistics.fmean(row.update_variance or math.nan for row in rows)

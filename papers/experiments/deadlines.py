@@ -25,7 +25,7 @@ from stormtorch import EXACT, LOSSY, BoundedDrift, OwnerPolicy
 from stormtorch.network.loss import Bernoulli, LossModel, SlowBackward, Stragglers
 from stormtorch.policies.policy import Deadline
 from stormtorch.telemetry.statistics import mean
-from stormtorch.theory import layer_chances
+from stormtorch.theory import layer_probabilities
 from stormtorch_lab import ADEL, SALF, simulate
 
 SEEDS, USERS, PARTS, STEPS = 5, 30, 3, 300
@@ -90,7 +90,7 @@ def ways(mean_s: float | None) -> dict[str, tuple[OwnerPolicy, LossModel]]:
     if mean_s is None:
         return {"nobody is late": (BoundedDrift(lead=0.0, **LATE), Bernoulli(p=0.0))}
     slow = SlowBackward(part_s=1.0, parts=PARTS)
-    late = 1.0 - layer_chances(PARTS, mean_s, 1.0)[-1]
+    late = 1.0 - layer_probabilities(PARTS, mean_s, 1.0)[-1]
     plan: dict[str, Any] = {"total_s": mean_s * STEPS, "steps": STEPS, "ranks": USERS, "layers": PARTS, "layer_s": 1.0}
     return {
         "dropping": (BoundedDrift(lead=0.0, **LATE), Stragglers(chance=late, delivered=1e-6, backwards=True)),

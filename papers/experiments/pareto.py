@@ -42,9 +42,9 @@ LONGER_WAYS = {"float32": ("exact", "plain", "lead", "broadcast"), "int8": ("exa
 # The model whose seconds are counted, larger than the one that is trained: 25 M parameters, 0.3 s of computation.
 TIMED_BYTES, TIMED_COMPUTE_S, TIMED_RANKS = 1e8, 0.3, 64
 NETWORKS = {
-    "cluster": ("25 Gbit/s, 0.1 ms", theory.Line(bits_per_s=25e9, round_trip_s=1e-4)),
-    "office": ("1 Gbit/s, 1 ms", theory.Line(bits_per_s=1e9, round_trip_s=1e-3)),
-    "internet": ("100 Mbit/s, 80 ms", theory.Line(bits_per_s=1e8, round_trip_s=0.08)),
+    "cluster": ("25 Gbit/s, 0.1 ms", theory.Bottleneck(bits_per_s=25e9, round_trip_s=1e-4)),
+    "office": ("1 Gbit/s, 1 ms", theory.Bottleneck(bits_per_s=1e9, round_trip_s=1e-3)),
+    "internet": ("100 Mbit/s, 80 ms", theory.Bottleneck(bits_per_s=1e8, round_trip_s=0.08)),
 }
 
 
@@ -103,11 +103,11 @@ def share_of_bytes(found: dict[str, dict[str, Any]], wire: str, way: str, loss: 
     return share * mean([1.0 if budget else 1.0 / (1.0 - loss) for budget in BUDGETS.get(way, (1.0, 1.0))])
 
 
-def step_s(share: float, way: str, loss: float, line: theory.Line) -> float:
+def step_s(share: float, way: str, loss: float, line: theory.Bottleneck) -> float:
     """Seconds of a step of the timed model, by theory: bytes have what is sent again, but not its round trips."""
     chunks = TIMED_BYTES / TIMED_RANKS / 1440
     trips = sum(theory.sent_again(loss, chunks, budget)[1] for budget in BUDGETS.get(way, ()))
-    bare_s = theory.step_on_line_s(
+    bare_s = theory.step_on_bottleneck_s(
         line, n=TIMED_RANKS, model_bytes=TIMED_BYTES * share, p=0.0, compute_s=TIMED_COMPUTE_S
     )
     return bare_s + trips * line.round_trip_s

@@ -22,7 +22,7 @@ from torch import nn
 from digits import Pictures, main, objective, perceptron, results
 from stormtorch import EXACT, LOSSY, BoundedDrift, DiLoCo, Policy, RankPolicy
 from stormtorch.network.loss import Bernoulli, LossModel, Stragglers
-from stormtorch.policies.memory import NOBODY, Memory
+from stormtorch.policies.memory import NO_MEMORY, Memory
 from stormtorch.policies.policy import Numbers
 from stormtorch.telemetry.statistics import mean
 from stormtorch_lab import AREA, MIFA, SALF, simulate
@@ -46,7 +46,7 @@ class FedBuff(RankPolicy):
         """Remembers where a client starts."""
         rank["start"] = values
 
-    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NOBODY) -> torch.Tensor:
+    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NO_MEMORY) -> torch.Tensor:
         """Sends the update."""
         return own - rank["start"]
 
@@ -55,10 +55,10 @@ class FedBuff(RankPolicy):
         return owner["parameters"].add_(combined)
 
     def accept(
-        self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor, rank: Memory = NOBODY
+        self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor, rank: Memory = NO_MEMORY
     ) -> torch.Tensor:
         """Starts from the new parameters."""
-        rank["start"] = torch.where(arrived, came, own)
+        rank["start"] = torch.where(arrived, received, own)
         return rank["start"]
 
 

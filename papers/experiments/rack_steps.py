@@ -147,7 +147,7 @@ class Bursts:
         self._dark = [self._random.random() < network.dark for _ in range(case.hosts)] if network.dark else []
         self._until = [sim.now_s + self._lasts(dark) for dark in self._dark]
         for host, dark in enumerate(self._dark):
-            sim.set_dark(host, dark)
+            sim.set_unreachable(host, dark)
 
     def _lasts(self, dark: bool) -> float:
         return self._random.expovariate(1 / self._mean_s[dark])
@@ -158,7 +158,7 @@ class Bursts:
             if self._sim.now_s >= until:
                 self._dark[host] = not self._dark[host]
                 self._until[host] = self._sim.now_s + self._lasts(self._dark[host])
-                self._sim.set_dark(host, self._dark[host])
+                self._sim.set_unreachable(host, self._dark[host])
 
 
 def make_sim(case: Case) -> tuple[_engine.Sim, SharedNetwork]:
@@ -285,7 +285,7 @@ class Steps:
     def _counts(self) -> dict[str, int]:
         """Counters since the network was made."""
         hosts = range(self.case.hosts)
-        lines = [self.network.line_counts(host)["up"] for host in hosts]
+        lines = [self.network.access_link_counts(host)["up"] for host in hosts]
         health = [self.sim.health(host) for host in hosts]
         return {
             "bytes": sum(line["bytes"] for line in lines),

@@ -82,6 +82,7 @@ def test_a_run_with_other_data_is_not_put_beside_those_that_are_kept(
     assert sorted(grid.load("x")) == ["lossless/0", "lossless/1"]
 
 
+@pytest.mark.thorough
 def test_what_was_lost_of_a_gradient_is_sent_with_the_next_and_counts_once(grid: Any) -> None:
     workers, steps = 4, 40
 
@@ -138,6 +139,7 @@ EXPERIMENTS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EXPERIMENTS.split())
 def test_the_command_of_an_experiment_makes_every_run_that_is_kept(grid: Any, name: str, tmp_path: Path) -> None:
     if name == "networks":  # its networks are recorded ones: any will do, as they are no part of a run's settings
@@ -225,6 +227,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_processes_of_an_experiment_end_with_its_command(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     command = subprocess.Popen(

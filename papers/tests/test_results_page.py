@@ -39,6 +39,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             del sys.modules[name]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at, least", [(0, 15), (1, 7)], ids=["results", "paper"])
 def test_tables_are_those_of_the_results(page: Any, at: int, least: int) -> None:
     text = page.PAGES[at].read_text()
@@ -54,6 +55,7 @@ def test_a_row_must_fit_its_heading(page: Any) -> None:
         page.with_tables("<!-- table of gradients -->\n| a | b | c |\n|---|---|---|\n")
 
 
+@pytest.mark.thorough
 def test_figures_in_sentences_are_those_of_the_results(page: Any) -> None:
     assert unknown_figures(page.PAGES[1].read_text()) == []
     text = page.PAGES[0].read_text()

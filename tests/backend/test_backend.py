@@ -148,6 +148,7 @@ def collectives_job(member: Member) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_collective_gives_what_gloo_gives(world: int) -> None:
     run_ranks(collectives_job, world, (), timeout_s=120)
@@ -200,7 +201,7 @@ def late_job(member: Member, folder: str) -> str:
         with pytest.raises(stormtorch.StormError, match="rank 0: barrier"):
             dist.barrier()
         del handle
-        member.tell("late")
+        member.report("late")
     else:
         import time
 
@@ -209,8 +210,9 @@ def late_job(member: Member, folder: str) -> str:
     return text
 
 
+@pytest.mark.thorough
 def test_missing_ranks_are_named_and_the_last_operations_are_written_down(tmp_path: Path) -> None:
-    texts = run_ranks(late_job, 3, (str(tmp_path),), timeout_s=60, listen=lambda _rank, _what: None)
+    texts = run_ranks(late_job, 3, (str(tmp_path),), timeout_s=60, on_message=lambda _rank, _what: None)
     assert "Ranks 1, 2 failed to pass monitoredBarrier in 1000 ms" in texts[0]
     records = list(tmp_path.glob("storm-flight-*-rank0-*.json"))
     assert len(records) == 1
@@ -234,6 +236,7 @@ def one_missing_job(member: Member) -> str:
     return text
 
 
+@pytest.mark.thorough
 def test_monitored_barrier_names_the_one_rank_that_does_not_come() -> None:
     texts = run_ranks(one_missing_job, 3, (), timeout_s=60)
     assert texts[0] == "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 1000 ms"
@@ -258,6 +261,7 @@ def options_job(member: Member, what: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_options_are_given_and_checked() -> None:
     run_ranks(options_job, 2, ("key",), timeout_s=60)
     run_ranks(options_job, 2, ("variable",), timeout_s=60)
@@ -284,6 +288,7 @@ def one_does_not_come(member: Member, how: str) -> str:
     raise AssertionError("the group was made without rank 1")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "told"),
     [

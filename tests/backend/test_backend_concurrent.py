@@ -24,11 +24,11 @@ pytestmark = pytest.mark.alone
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 Check = Callable[[], None]
-Started = tuple[Any, Check]
+StartedWork = tuple[Any, Check]
 """A collective under way, and what is to hold when it has ended."""
 
 
-def begin(kind: int, index: int, group: Any, ranks: list[int], rank: int) -> Started:
+def begin(kind: int, index: int, group: Any, ranks: list[int], rank: int) -> StartedWork:
     """Starts the index-th collective of a group. Every rank's numbers follow from its rank and the index."""
     size, me = len(ranks), ranks.index(rank)
     count = [1, 7, 1000, 20_000, 100_000][index % 5] * size
@@ -135,6 +135,7 @@ def groups_job(member: Member) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_fifty_collectives_on_each_of_several_groups_in_any_order_of_waiting() -> None:
     run_ranks(groups_job, 4, timeout_s=120)
 
@@ -173,6 +174,7 @@ def anybody_job(member: Member, folder: str) -> list[int]:
     return sorted(int(10 * out[0] + out[1]) for out in outs)
 
 
+@pytest.mark.thorough
 def test_receives_from_anybody_do_not_block_and_keep_each_senders_order(tmp_path: Path) -> None:
     assert run_ranks(anybody_job, 3, (str(tmp_path),), timeout_s=60) == [[11, 21, 22], [1, 2, 21], [1, 11, 12]]
 
@@ -240,9 +242,9 @@ def overlap_job(member: Member) -> dict[str, float]:
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.3)  # a layer a bucket
     for _ in range(2):  # the first step finds the order of the buckets
         model.ended.clear()
-        before = len(group.flight.records())
+        before = len(group.flight_recorder.records())
         parallel(torch.ones(2, 300)).sum().backward()
-    begun = [each["started"] for each in group.flight.records()[before:] if each["operation"] == "all_reduce"]
+    begun = [each["started"] for each in group.flight_recorder.records()[before:] if each["operation"] == "all_reduce"]
     seconds["buckets"] = len(begun)
     seconds["lead"] = model.ended[-1] - begun[0]
     dist.barrier()
@@ -250,6 +252,7 @@ def overlap_job(member: Member) -> dict[str, float]:
     return seconds
 
 
+@pytest.mark.thorough
 def test_communication_goes_on_under_computation_and_begins_before_backward_ends() -> None:
     for seconds in run_ranks(overlap_job, 2, timeout_s=60):
         assert seconds["alone"] > 0.25, seconds

@@ -111,6 +111,7 @@ def all_corners(member: Member) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_inference_mode_receives_from_anybody_and_coalesced_waits() -> None:
     run_ranks(all_corners, 3, timeout_s=100)
 
@@ -127,6 +128,7 @@ def too_late(member: Member) -> None:
     dist.distributed_c10d._get_default_group().abort()
 
 
+@pytest.mark.thorough
 def test_time_out_of_the_collective_is_its_end_however_long_one_waits() -> None:
     run_ranks(too_late, 2, timeout_s=60)
 
@@ -159,6 +161,7 @@ def shorter_one(member: Member, options_s: float, torch_s: float) -> None:
     groups[0].abort()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("options_s", "torch_s"), [(0.3, 60.0), (60.0, 0.3)])
 def test_of_the_options_time_out_and_torchs_the_shorter_one_holds(options_s: float, torch_s: float) -> None:
     run_ranks(shorter_one, 2, (options_s, torch_s), timeout_s=60)
@@ -176,5 +179,6 @@ def beside_gloo(member: Member) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_groups_of_storm_beside_a_default_of_gloo_know_their_own_ranks() -> None:
     run_ranks(beside_gloo, 3, timeout_s=60)

@@ -17,6 +17,7 @@ from stormtorch_lab.jobs.ranks import Member, run_ranks
 ASK = "import torch.distributed as d; print(*(d.get_default_backend_for_device(each) for each in ('cpu', 'cuda')))"
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 @pytest.mark.parametrize(
     ("value", "defaults"),
@@ -31,6 +32,7 @@ def test_environment_variable_makes_storm_the_default_of_what_it_names(value: st
     assert done.stdout.strip() == defaults
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 def test_wrong_value_of_the_variable_is_a_warning_and_never_an_error_of_import_torch() -> None:
     environment = os.environ | {"STORM_DEFAULT_BACKEND": "yes"}
@@ -59,6 +61,7 @@ def without_a_name(member: Member, port: int, how: str) -> list[float]:
     return tensor.tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["mesh", "init"])
 def test_groups_that_name_no_backend_are_made_on_storm(how: str) -> None:
     assert run_ranks(without_a_name, 2, (free_ports(1)[0], how), timeout_s=60) == [[4.0] * 3] * 2

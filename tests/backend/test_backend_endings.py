@@ -24,13 +24,13 @@ MARGIN_S = 1.5
 def test_killed_rank_is_named_by_all_others_and_nothing_is_left(scenario: str, world: int, tmp_path: Path) -> None:
     # The same ports again and again: each job shows that the one before has left them.
     ports = free_ports(1 + world)
-    moments = random.Random(world)
+    events = random.Random(world)
     for trial in range(TRIALS):
         folder = tmp_path / str(trial)
         folder.mkdir()
         settings = {
             "STORM_FLIGHT_DIR": str(folder),
-            "KILL_AFTER_S": str(moments.uniform(0.0, 0.05)),
+            "KILL_AFTER_S": str(events.uniform(0.0, 0.05)),
             "SILENCE_S": str(SILENCE_S),
         }
         with Job("backend_victim.py", scenario, world, ports, **settings) as job:

@@ -5,6 +5,7 @@ import pytest
 from backend_job import Job, free_ports
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_forked_child_can_neither_end_the_job_nor_hang_in_it() -> None:
     with Job("backend_forked.py", "", 2, free_ports(3)) as job:

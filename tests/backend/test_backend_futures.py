@@ -55,6 +55,7 @@ def built_in_hooks(member: Member) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_built_in_hooks_of_ddp_give_what_they_give_on_gloo() -> None:
     run_ranks(built_in_hooks, 2, timeout_s=60)
 

@@ -16,12 +16,13 @@ SCRIPT, TORCHRUN = "backend_interrupted.py", "backend_torchrun.py"
 PROMPT_S = 5.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("call", ["all_reduce", "async", "barrier", "monitored_barrier", "recv", "anybody", "send"])
 def test_ctrl_c_ends_a_blocked_call_at_once_and_the_process_in_good_order(call: str) -> None:
     # As the terminal does it for all processes of a job, and torchrun for its workers.
     with Job(SCRIPT, f"interrupted:{call}", 2, free_ports(3)) as job:
         for rank in range(2):
-            job.hear(rank, "blocked")
+            job.await_message(rank, "blocked")
         time.sleep(0.5)
         at = job.interrupt(1, 0)  # rank 0 sleeps, and cannot meet the goodbye of rank 1 instead
         said = job.end(within_s=30.0)
@@ -33,10 +34,11 @@ def test_ctrl_c_ends_a_blocked_call_at_once_and_the_process_in_good_order(call: 
         assert "Traceback" not in met["stderr"], met
 
 
+@pytest.mark.thorough
 def test_the_others_are_told_when_one_rank_is_interrupted() -> None:
     with Job(SCRIPT, "left", 3, free_ports(4)) as job:
         for rank in range(3):
-            job.hear(rank, "blocked")
+            job.await_message(rank, "blocked")
         time.sleep(0.5)
         at = job.interrupt(1)
         said = job.end(within_s=30.0)
@@ -48,6 +50,7 @@ def test_the_others_are_told_when_one_rank_is_interrupted() -> None:
     assert [met["exit"] for met in said] == [0, 0, 0]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_on_torchrun_ends_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     out, where = tmp_path / "out", [f"--master-port={free_ports(1)[0]}"]
     with out.open("wb") as stream:
@@ -75,6 +78,7 @@ def test_ctrl_c_on_torchrun_ends_all_ranks_and_leaves_nothing(tmp_path: Path) ->
         os.killpg(torchrun.pid, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("call", ["all_reduce", "barrier", "recv", "anybody", "monitored_barrier", "future"])
 def test_abort_from_another_thread_ends_a_blocked_call_and_all_can_begin_anew(call: str) -> None:
     with Job(SCRIPT, f"aborted:{call}", 2, free_ports(3)) as job:
@@ -88,6 +92,7 @@ def test_abort_from_another_thread_ends_a_blocked_call_and_all_can_begin_anew(ca
     assert [(met["second"], met["third"]) for met in said] == [(2000.0, 2000.0)] * 2
 
 
+@pytest.mark.thorough
 def test_abort_does_not_wait_for_the_dead() -> None:
     with Job(SCRIPT, "abandoned:all_reduce", 2, free_ports(3)) as job:
         met = job.end(within_s=40.0)[1]
@@ -97,6 +102,7 @@ def test_abort_does_not_wait_for_the_dead() -> None:
     assert met["took"] < PROMPT_S, met
 
 
+@pytest.mark.thorough
 def test_a_process_can_begin_anew_after_an_error() -> None:
     with Job(SCRIPT, "failed", 2, free_ports(3)) as job:
         said = job.end(within_s=40.0)

@@ -47,6 +47,7 @@ def profiled(member: Member) -> list[tuple[str, list[Any]]]:
     return [(event.name, event.input_shapes) for event in seen.events() if event.name.startswith("storm::")]
 
 
+@pytest.mark.thorough
 def test_profiler_shows_every_operation_with_the_sizes_of_its_inputs() -> None:
     root, other = run_ranks(profiled, 2, timeout_s=60)
     assert root == [
@@ -115,10 +116,12 @@ def compile_job(member: Member) -> None:
         assert torch.equal(one, other), (one, other)
 
 
+@pytest.mark.thorough
 def test_compiled_model_and_compiled_collectives_give_bit_for_bit_what_gloo_gives() -> None:
     run_ranks(compile_job, 2, timeout_s=110)
 
 
+@pytest.mark.thorough
 def test_debug_levels_of_torch_work_under_torchrun(tmp_path: Path) -> None:
     script = str(Path(__file__).parents[1] / "helpers" / "backend_debugged.py")
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]

@@ -20,6 +20,7 @@ PART = (
 KEPT_FOR_MPI = "test_all_to_all_complex,test_all_to_all_single_unequal_split_group"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world", "loss", "gates", "only", "number"),
     [

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from full_disk import files_up_to
-from stormtorch.backend.flight_recorder import Flight
+from stormtorch.backend.flight_recorder import FlightRecorder
 from stormtorch.errors import PeerSilent
 from stormtorch.folders import FLIGHTS_VARIABLE
 
@@ -28,7 +28,7 @@ def record_of(folder: Path | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         monkeypatch.setenv(FLIGHTS_VARIABLE, str(folder))
     before = set(tmp_path.rglob("*.json"))
     group: Any = SimpleNamespace(transport=SimpleNamespace(job="1"), name=name, rank=0, ranks=(0, 1))
-    Flight(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was heard from rank 1"))
+    FlightRecorder(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was heard from rank 1"))
     (path,) = set(tmp_path.rglob("*.json")) - before
     return path
 
@@ -96,6 +96,6 @@ def test_half_a_record_on_a_full_disk_is_removed_and_said(
     monkeypatch.setenv(FLIGHTS_VARIABLE, str(tmp_path))
     group: Any = SimpleNamespace(transport=SimpleNamespace(job="1"), name="world", rank=0, ranks=(0, 1))
     with files_up_to(100):
-        Flight(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was heard from rank 1"))
+        FlightRecorder(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was heard from rank 1"))
     assert list(tmp_path.iterdir()) == []
     assert "could not write the flight record storm-flight-world-rank0" in caplog.text

@@ -12,7 +12,7 @@ from stormtorch import Options, __version__
 from stormtorch_lab.bench import replicas
 from stormtorch_lab.bench.backends import BACKENDS, DTYPES, LAB_DEFAULT
 from stormtorch_lab.bench.services.colocate import TRAININGS
-from stormtorch_lab.bench.sharing.fairness_results import MANNERS
+from stormtorch_lab.bench.sharing.fairness_results import FAIRNESS_CHECKS
 from stormtorch_lab.bench.suite import PARTS
 from stormtorch_lab.cli.plots.train import COLOURS
 from stormtorch_lab.cli.terminal import choices
@@ -68,7 +68,7 @@ def test_what_help_lists_is_what_exists() -> None:
     assert tuple(choices.DDP_BACKENDS.split(",")) == replicas.DEFAULT
     assert tuple(choices.LAB_DDP_BACKENDS.split(",")) == replicas.LAB_DEFAULT
     assert tuple(choices.FAULTS.split(",")) == KINDS
-    assert tuple(choices.MANNERS.split(",")) == MANNERS
+    assert tuple(choices.FAIRNESS_CHECKS.split(",")) == FAIRNESS_CHECKS
     assert tuple(choices.NEIGHBOURS.split(",")) == TRAININGS
     assert tuple(choices.SUITE.split(",")) == PARTS
     assert [each.value for each in choices.Dtype] == list(DTYPES)
@@ -109,6 +109,7 @@ def test_a_setting_has_one_name_in_all_commands(command: tuple[str, ...]) -> Non
     assert [old for old in OLD_SPELLINGS if old in text] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("option", "value", "problem"),
     [
@@ -147,6 +148,7 @@ def test_a_bad_value_names_the_option_and_exits_with_2(option: str, value: str, 
     assert problem in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command",
     [
@@ -183,6 +185,7 @@ def test_the_other_commands_refuse_bad_values_alike(command: tuple[str, ...]) ->
     assert command[-2] in text
 
 
+@pytest.mark.thorough
 def test_a_benchmark_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.svg"
     options = ("--mb", "1", "--iters", "2", "--warmup", "1", "--backends", "storm,gloo", "--dtype", "bfloat16")
@@ -202,6 +205,7 @@ def test_a_benchmark_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> 
     assert "<svg" in picture.read_text()
 
 
+@pytest.mark.thorough
 def test_a_failing_rank_is_shown_once_and_exits_with_1() -> None:
     done = subprocess.run(
         [*STORMTORCH, "bench", "allreduce", "--iters", "100000", "--timeout-s", "6"],
@@ -251,6 +255,7 @@ def gone(processes: list[int], within_s: float) -> bool:
     return True
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("delay_s", [0.0, 8.0], ids=["while ranks start", "while rounds run"])
 def test_ctrl_c_ends_the_ranks_and_exits_with_130(delay_s: float) -> None:
     process, children = start_endless()
@@ -262,6 +267,7 @@ def test_ctrl_c_ends_the_ranks_and_exits_with_130(delay_s: float) -> None:
     assert gone(children, within_s=0)
 
 
+@pytest.mark.thorough
 def test_ranks_end_when_their_parent_is_killed() -> None:
     process, children = start_endless()
     process.kill()

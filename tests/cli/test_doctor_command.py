@@ -90,6 +90,7 @@ BAD_HOSTS = {
 }
 
 
+@pytest.mark.thorough
 def test_hosts_that_cannot_take_part_are_named_with_the_reason_and_the_others_examined(tmp_path: Path) -> None:
     cases = [f"{host}) {line} ;;" for host, (line, _) in BAD_HOSTS.items()]
     ssh = script(tmp_path / "ssh", "case $host in", *cases, 'good*) exec sh -c "$*" ;;', "esac")
@@ -102,6 +103,7 @@ def test_hosts_that_cannot_take_part_are_named_with_the_reason_and_the_others_ex
     assert seconds < 30
 
 
+@pytest.mark.thorough
 def test_the_real_ssh_names_an_unknown_host() -> None:
     code, text, _ = run("localhost", "no-such-host.invalid", "--interface", "lo", "--wait-s", "10")
     assert code == 1
@@ -109,6 +111,7 @@ def test_the_real_ssh_names_an_unknown_host() -> None:
     assert "1 of 2 ranks came: too few to measure a link." in text
 
 
+@pytest.mark.thorough
 def test_versions_that_differ_are_a_problem(tmp_path: Path) -> None:
     other = tmp_path / "stormtorch-9.9.dist-info"
     other.mkdir()
@@ -121,6 +124,7 @@ def test_versions_that_differ_are_a_problem(tmp_path: Path) -> None:
     assert f"Versions of stormtorch differ: {__version__} on" in text and "9.9 on" in text
 
 
+@pytest.mark.thorough
 def test_ranks_end_soon_after_their_director_is_killed(tmp_path: Path) -> None:
     ssh = script(tmp_path / "ssh", f"echo $$ >> {tmp_path}/pids", "exec $*")
     options = ("--ssh", ssh, "--interface", "lo", "--seconds", "60")
@@ -168,12 +172,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.thorough
 def test_a_world_of_one_rank_is_told_so() -> None:
     code, text, _ = run(variables=launched(0, 1, 29500))
     assert code in (0, 1)
     assert "A world of 1 rank has no links: this is about the machine alone." in text
 
 
+@pytest.mark.thorough
 def test_a_store_that_nobody_keeps_is_named() -> None:
     port = free_port()
     code, text, _ = run("--wait-s", "2", variables=launched(1, 2, port))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from commands import call
-from stormtorch.telemetry.histories import answer, read_accounts
-from stormtorch.telemetry.ledger import Ledger, Row
-from stormtorch.telemetry.records import Who, line_of
+from stormtorch.telemetry.histories import one_sentence, read_histories
+from stormtorch.telemetry.ledger import Ledger, LedgerRow
+from stormtorch.telemetry.records import ProcessId, line_of
 
 pytestmark = pytest.mark.pure
 
@@ -21,7 +21,7 @@ def write_ledger(path: Path, steps: int = 20) -> Path:
     for step in range(steps):
         events = ["view 2 begins at step 7 with 2 ranks"] if step == 7 else []
         ledger.add(
-            Row(
+            LedgerRow(
                 step,
                 gradients={1: 0.9, 2: 0.5},
                 broadcast={1: 1.0},
@@ -57,7 +57,7 @@ def write_run(folder: Path) -> Path:
         )
         records.append({"kind": "end", "time": 5.0, "why": "done" if rank else "MemoryError: no [red]memory"})
         lines = "".join(f"{line_of(each)}\n" for each in records)
-        (folder / Who(rank, 0, 1).file_name).write_text(lines + '{"kind":"st')
+        (folder / ProcessId(rank, 0, 1).file_name).write_text(lines + '{"kind":"st')
     return folder
 
 
@@ -74,9 +74,11 @@ def test_a_run_is_told_in_one_sentence_first(tmp_path: Path) -> None:
 
 def test_a_ledger_is_told_without_wall_time(tmp_path: Path) -> None:
     path = write_ledger(tmp_path / "ledger.jsonl")
-    accounts = read_accounts([path])
-    assert "made 20 steps: 80.00 % of the chunks arrived, waiting for others took 10.0 ms a step" in answer(accounts)
-    assert "from rank 2 to" in answer(accounts)
+    accounts = read_histories([path])
+    assert "made 20 steps: 80.00 % of the chunks arrived, waiting for others took 10.0 ms a step" in one_sentence(
+        accounts
+    )
+    assert "from rank 2 to" in one_sentence(accounts)
     code, text = call("ledger", str(path))
     assert code == 0
     assert "view 2 begins at step 7" in text
@@ -86,11 +88,12 @@ def test_rows_of_averaged_models_count_all_their_steps(tmp_path: Path) -> None:
     ledger = Ledger()
     ledger.follow(tmp_path / "ledger.jsonl")
     for step in (3, 7, 11):
-        ledger.add(Row(step))
-    (account,) = read_accounts([tmp_path / "ledger.jsonl"])
-    assert account.steps == 1 + 4 + 4
+        ledger.add(LedgerRow(step))
+    (history,) = read_histories([tmp_path / "ledger.jsonl"])
+    assert history.steps == 1 + 4 + 4
 
 
+@pytest.mark.thorough
 def test_the_files_that_were_asked_for_are_written(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     outputs = {kind: tmp_path / f"out.{kind}" for kind in ("csv", "json", "png")}

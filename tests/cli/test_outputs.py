@@ -46,7 +46,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         "stormtorch_lab.bench.learning.run_convergence",
         "stormtorch_lab.bench.sweep.run_sweep",
         "stormtorch_lab.bench.latency.run_latency",
-        "stormtorch_lab.bench.sharing.fairness.run_manners",
+        "stormtorch_lab.bench.sharing.fairness.run_fairness",
         "stormtorch_lab.bench.services.colocate_run.run_colocate",
         "stormtorch_lab.studies.colocation.sweep.run_sweep",
         "stormtorch_lab.studies.on_ranks.run_training",
@@ -69,6 +69,7 @@ def typed(command: tuple[str, ...], option: str, path: Path) -> tuple[str, ...]:
     return (*command, option, str(path), *behind)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("command", "option"), outputs())
 def test_a_folder_that_does_not_exist_is_named_before_the_work_and_not_made(
     command: tuple[str, ...], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

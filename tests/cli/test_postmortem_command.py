@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from commands import call
 from stormtorch import StormError
-from stormtorch.telemetry.postmortem import find, read_flights
+from stormtorch.telemetry.postmortem import find, read_flight_records
 from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 
@@ -45,7 +45,7 @@ def write(folder: Path, rank: int, operations: list[dict[str, Any]], world: int 
 
 
 def sentence(folder: Path) -> str:
-    return find(read_flights([folder]))[0].sentence
+    return find(read_flight_records([folder]))[0].sentence
 
 
 @pytest.mark.pure
@@ -173,7 +173,7 @@ def test_records_of_two_runs_in_one_folder_are_not_compared(tmp_path: Path) -> N
     code, text = call("postmortem", str(tmp_path), "--job", "other")
     assert code == 2
     assert "there are old, new" in " ".join(text.split())
-    assert len(find(read_flights([tmp_path]))) == 2
+    assert len(find(read_flight_records([tmp_path]))) == 2
 
 
 def branching_job(member: Member, folder: str) -> str:
@@ -195,7 +195,7 @@ def test_ranks_that_really_differ_leave_records_that_name_the_culprit(tmp_path: 
     run_ranks(failing_job, 2, (str(tmp_path),), timeout_s=60)  # another run's records in the same folder
     texts = run_ranks(branching_job, 3, (str(tmp_path),), timeout_s=60)
     assert all(texts)
-    _, finding = find(read_flights([tmp_path]))
+    _, finding = find(read_flight_records([tmp_path]))
     assert len(finding.flights) == 3
     assert finding.number == 4
     assert finding.culprits == [1]
@@ -238,7 +238,7 @@ def failing_job(member: Member, folder: str) -> None:
 
 def test_a_rank_that_failed_by_itself_leaves_a_record_too(tmp_path: Path) -> None:
     run_ranks(failing_job, 2, (str(tmp_path),), timeout_s=60)
-    (finding,) = find(read_flights([tmp_path]))
+    (finding,) = find(read_flight_records([tmp_path]))
     assert finding.silent == []
     assert finding.sentence.startswith("Rank 1 never began collective 2 of group")
     assert next(each for each in finding.flights if each.rank == 1).error == "ValueError: a bad sample"

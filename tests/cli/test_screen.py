@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 
 from stormtorch.cli.terminal import screen
-from stormtorch.cli.terminal.completion import offer, offer_list
+from stormtorch.cli.terminal.completion import complete_choice, complete_choice_list
 from stormtorch_lab.cli.lab import _silence_broken
 from stormtorch_lab.cli.terminal import choices
-from stormtorch_lab.netns.running import Line
+from stormtorch_lab.netns.running import OutputLine
 
 
 def test_work_that_is_piped_says_where_it_is_again_and_again(
@@ -39,23 +39,24 @@ def test_a_line_of_progress_may_hold_brackets() -> None:
     console = Console(file=io.StringIO(), width=80)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(screen, "EVERY_S", 0.01)
-        with screen.spoken(lambda: "[bold]as it is[/bold]", console):
+        with screen.periodic_lines(lambda: "[bold]as it is[/bold]", console):
             time.sleep(0.05)
     assert "[bold]as it is[/bold]" in console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
 
 
 @pytest.mark.pure
 def test_the_shell_offers_values_also_within_a_list() -> None:
-    one, several = offer(choices.MODELS), offer_list(choices.POLICIES)
+    one, several = complete_choice(choices.MODELS), complete_choice_list(choices.POLICIES)
     assert one("res") == ["resnet20", "resnet110"]
     assert one("x") == []
     assert several("l") == ["lossless", "lead", "light-dp"]
     assert several("lossless,l") == ["lossless,lead", "lossless,light-dp"]
     assert several("lossless,lead,p") == ["lossless,lead,plain", "lossless,lead,partel", "lossless,lead,private-drift"]
     assert several("") == choices.POLICIES.split(",")
-    assert offer_list("a,b", "b,c")("") == ["a", "b", "c"]
+    assert complete_choice_list("a,b", "b,c")("") == ["a", "b", "c"]
 
 
+@pytest.mark.thorough
 @pytest.mark.alone
 def test_a_silent_command_in_a_lab_is_said_to_run_and_a_talking_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "EVERY_S", 0.1)
@@ -63,7 +64,7 @@ def test_a_silent_command_in_a_lab_is_said_to_run_and_a_talking_one_is_not(monke
     heard: list[str] = []
     with _silence_broken(console, lambda line: heard.append(line.text)) as write:
         for _ in range(12):
-            write(Line(0, 0, False, "busy"))
+            write(OutputLine(0, 0, False, "busy"))
             time.sleep(0.025)
         busy = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
         time.sleep(0.35)

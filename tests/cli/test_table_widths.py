@@ -14,7 +14,7 @@ from rich.console import Console
 import stormtorch_lab.cli.app
 from shown_tables import LEAVE_OUT, SHOWN, Show
 from stormtorch.cli.terminal import screen
-from stormtorch.cli.terminal.screen import hang, new_table, progress_bar
+from stormtorch.cli.terminal.screen import hanging_indent, new_table, progress_bar
 
 pytestmark = pytest.mark.pure
 
@@ -50,6 +50,7 @@ def test_every_function_that_makes_a_table_is_shown_here() -> None:
     assert makers() == set(SHOWN)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [60, 80, 100])
 @pytest.mark.parametrize("make", SHOWS, ids=lambda each: each.__name__.strip("_"))
 def test_no_cell_is_cut(make: Callable[[], Show], width: int) -> None:
@@ -60,6 +61,7 @@ def test_no_cell_is_cut(make: Callable[[], Show], width: int) -> None:
         assert words(shown(show, 1000)) - words(text) == Counter()
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), width=st.integers(20, 120), keys=st.integers(1, 2), lines=st.booleans())
 def test_no_table_is_wider_than_the_terminal_or_loses_a_character(
@@ -102,7 +104,7 @@ def test_what_gives_way_first() -> None:
 
 def test_prose_hangs_behind_its_head_and_is_one_line_where_there_is_no_terminal() -> None:
     def show(console: Console) -> None:
-        hang("1. ", "a sentence that is longer than the line", console)
+        hanging_indent("1. ", "a sentence that is longer than the line", console)
 
     assert [line.rstrip() for line in shown(show, 24).splitlines()] == [
         "1. a sentence that is",

@@ -57,6 +57,7 @@ def test_where_there_is_no_terminal_it_prints_lines_and_ends_with_the_job(run: t
     assert re.match(r"\d\d:\d\d:\d\d, done, [\d,]+ steps, .* a step, .* network, .* lost\. Rank 1 on", text)
 
 
+@pytest.mark.thorough
 def test_a_run_becomes_a_report_a_picture_and_a_table(run: tuple[Path, str, str], tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("run.html", "run.png", "run.csv")]
     code, text = call(
@@ -93,6 +94,7 @@ def test_what_makes_no_sense_is_one_message(
     assert "Traceback" not in text
 
 
+@pytest.mark.thorough
 def test_without_the_extra_the_page_says_what_to_install(tmp_path: Path) -> None:
     program = "import sys; sys.modules['starlette.applications'] = None; from stormtorch.cli.app import main; main()"
     command = [STORMTORCH[0], "-c", program, "watch", str(tmp_path), "--web"]
@@ -101,6 +103,7 @@ def test_without_the_extra_the_page_says_what_to_install(tmp_path: Path) -> None
     assert "pip install 'stormtorch[watch]'" in found.stderr
 
 
+@pytest.mark.thorough
 def test_the_page_is_served_until_ctrl_c(run: tuple[Path, str, str]) -> None:
     command = [*STORMTORCH, "watch", str(run[0]), "--web", "--port", "0"]
     with subprocess.Popen(
@@ -121,6 +124,7 @@ def test_the_page_is_served_until_ctrl_c(run: tuple[Path, str, str]) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["q", "\x03"])
 def test_the_screen_ends_at_q_and_at_ctrl_c_and_leaves_the_terminal_as_it_was(
     run: tuple[Path, str, str], how: str

@@ -73,6 +73,7 @@ def test_all_gather_gives_everyone_everything_even_of_different_sizes(world: Wor
     compare(n, world(n, work), lambda index, _: torch.cat([given(rank, CASES[index]) for rank in range(n)]))
 
 
+@pytest.mark.thorough
 @worlds_of_up_to_five
 def test_gather_gives_the_root_everything(world: World, n: int) -> None:
     def work(transport: Transport) -> list[torch.Tensor]:
@@ -92,6 +93,7 @@ def test_gather_gives_the_root_everything(world: World, n: int) -> None:
     compare(n, world(n, work), expected)
 
 
+@pytest.mark.thorough
 @worlds_of_up_to_five
 def test_scatter_gives_each_rank_its_part(world: World, n: int) -> None:
     def work(transport: Transport) -> list[torch.Tensor]:
@@ -105,6 +107,7 @@ def test_scatter_gives_each_rank_its_part(world: World, n: int) -> None:
     compare(n, world(n, work), lambda index, rank: values(rank, *CASES[index], seed=7))
 
 
+@pytest.mark.thorough
 @worlds_of_up_to_five
 def test_all_to_all_of_uneven_and_empty_parts_arrives_where_it_belongs(world: World, n: int) -> None:
     def part(source: int, target: int, case: tuple[int, torch.dtype]) -> torch.Tensor:
@@ -142,6 +145,7 @@ def test_messages_meet_by_tag_and_keep_their_order_within_one(world: World, n: i
         assert all(same_bits(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_nobody_passes_a_barrier_before_the_last_has_come(world: World, n: int) -> None:
     arrived: list[int] = []

@@ -21,6 +21,7 @@ def contribution(rank: int, elements: int) -> torch.Tensor:
     return torch.randn(elements, generator=torch.Generator().manual_seed(rank))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("elements", [0, 1, 17, 5000, 100_003])
 @pytest.mark.parametrize("op", [Op.AVG, Op.SUM])
 @each_wire

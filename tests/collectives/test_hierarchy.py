@@ -58,6 +58,7 @@ def by_machines(layout: str, contributions: list[torch.Tensor], op: Op) -> torch
     return reduced(inside, op)
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_exact_reductions_give_the_same_bits_on_all_ranks_whatever_the_size(layout: str, small: None) -> None:
@@ -90,6 +91,7 @@ def test_exact_reductions_give_the_same_bits_on_all_ranks_whatever_the_size(layo
             assert same_bits(output, by_machines(layout, parts, op)), (size, dtype, op, rank)
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copies_arrive_whatever_the_layout_and_the_root(layout: str, small: None) -> None:
@@ -123,7 +125,7 @@ def test_uneven_layouts_and_single_ranks_go_the_flat_way(layout: str, small: Non
         group = Group(transport)
         tensor = values(group.rank, 3000)
         pending = all_reduce(group, tensor)
-        assert group.islands is None and not isinstance(pending, Pipeline)
+        assert group.node_layout is None and not isinstance(pending, Pipeline)
         pending.wait()
         return tensor
 
@@ -135,9 +137,9 @@ def test_uneven_layouts_and_single_ranks_go_the_flat_way(layout: str, small: Non
 def test_groups_with_a_view_small_tensors_and_other_types_go_the_flat_way() -> None:
     def work(transport: Transport) -> None:
         group = Group(transport)
-        assert group.islands is not None
-        assert Group(transport, view=1).islands is None
-        assert Group(transport, interrupted=lambda: False).islands is None
+        assert group.node_layout is not None
+        assert Group(transport, view=1).node_layout is None
+        assert Group(transport, interrupted=lambda: False).node_layout is None
         for tensor, op, layered in (
             (torch.ones(1000), Op.SUM, False),
             (torch.ones(1 << 18), Op.SUM, True),
@@ -168,6 +170,7 @@ class Counted:
         transport.post = post  # type: ignore[method-assign]
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 def test_bytes_between_machines_fall_by_the_ranks_of_a_machine() -> None:
     elements, layout = 600_000, "aabbccdd"
@@ -314,7 +317,7 @@ def test_a_death_is_named_on_every_rank_also_by_those_that_never_talk_to_the_dea
         group = Group(transport)
         all_reduce(group, torch.ones(100_000)).wait()
         if transport.rank == 5:
-            network.set_dark(5, True)
+            network.set_unreachable(5, True)
             return None
         try:
             all_reduce(group, torch.ones(100_000)).wait()

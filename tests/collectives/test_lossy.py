@@ -36,6 +36,7 @@ def t_of(errors: torch.Tensor) -> float:
     return float(errors.mean() / (errors.std() / math.sqrt(errors.numel())))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", [0.01, 0.1, 0.4])
 def test_chunks_arrive_at_the_rate_of_the_network(loss: float) -> None:
     n, chunks = 4, 3_000
@@ -72,6 +73,7 @@ def lost_by_position(
     return [each for lost in network.run(work) for each in lost]
 
 
+@pytest.mark.thorough
 def test_every_position_is_equally_likely_to_be_lost() -> None:
     network = SimulatedNetwork(3, loss=0.2, options=SMALL, seed=6)
     lost = torch.stack(lost_by_position(network, 25, 400, LOSSY)).double()
@@ -81,6 +83,7 @@ def test_every_position_is_equally_likely_to_be_lost() -> None:
     assert chi_square < chi_square_limit(24)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cut_by", ["deadline", "bursts"])
 def test_every_position_is_equally_likely_to_be_lost_when_losses_come_in_a_row(cut_by: str) -> None:
     chunks = 25

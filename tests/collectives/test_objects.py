@@ -24,6 +24,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @given(value=plain)
 def test_what_was_packed_comes_out_again(value: Any) -> None:
     assert objects.unpack(objects.pack(value)) == value

@@ -51,6 +51,7 @@ def test_all_reduce_gives_every_rank_the_reduction_in_rank_order(world: World, n
         assert [same_bits(result, wanted) for result in results] == [True] * n, case
 
 
+@pytest.mark.thorough
 @worlds_of_up_to_five
 def test_reduce_gives_the_root_the_reduction_and_leaves_the_others_alone(world: World, n: int) -> None:
     def work(transport: Transport) -> list[torch.Tensor]:
@@ -67,6 +68,7 @@ def test_reduce_gives_the_root_the_reduction_and_leaves_the_others_alone(world: 
             assert same_bits(result, wanted), (case, rank)
 
 
+@pytest.mark.thorough
 @worlds_of_up_to_five
 def test_reduce_scatter_gives_each_rank_its_part_of_the_reduction(world: World, n: int) -> None:
     def part(rank: int, target: int, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -41,7 +41,7 @@ def begin(network: SimulatedNetwork, transport: SimulatedTransport) -> Group:
     assert view is not None
     assert view.number == 1
     assert view.members == [(rank, 0) for rank in range(WORLD)]
-    network.set_dark(DARK, True)
+    network.set_unreachable(DARK, True)
     return Group(transport, view=view.number)
 
 
@@ -135,11 +135,11 @@ def test_outage_of_all_links_heals_within_a_second(outage_s: float) -> None:
         with pytest.raises(ExchangeTimeout):
             pending.wait(0.002)
         for rank in range(3):
-            network.set_dark(rank, True)
+            network.set_unreachable(rank, True)
         with pytest.raises(ExchangeTimeout):
             pending.wait(outage_s)
         for rank in range(3):
-            network.set_dark(rank, False)
+            network.set_unreachable(rank, False)
         healed_s = network.now_s
         pending.wait()
         assert same_bits(tensor, summed(100_000, [0, 1, 2]))
@@ -153,7 +153,7 @@ def test_lossy_collective_of_a_view_ends_at_its_deadline_while_a_peer_is_away() 
 
     def work(transport: SimulatedTransport) -> float:
         transport.watch()
-        network.set_dark(1, True)
+        network.set_unreachable(1, True)
         group = Group(transport, view=1)
         tensor = torch.ones(1_000)
         lossy = Reliability(budget=1.0, deadline_s=0.25)
@@ -196,7 +196,7 @@ def test_turned_group_keeps_its_view() -> None:
         def never() -> bool:
             return False
 
-        group = Group(transport, view=1, interrupted=never).turned([1, 0])
+        group = Group(transport, view=1, interrupted=never).reordered([1, 0])
         barrier(group).wait()
         return group.view == 1 and group.interrupted is never
 

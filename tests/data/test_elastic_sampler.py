@@ -64,6 +64,7 @@ def storm(chance: random.Random, *, plain: bool = False, **settings: Any) -> Sch
     return schedule
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("batch", ["per-rank", "constant"])
@@ -149,6 +150,7 @@ def test_all_ranks_have_the_same_position() -> None:
         assert all(other == first for other in others)
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("batch", ["per-rank", "constant"])

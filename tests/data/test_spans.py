@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormtorch.data.spans import Line, Span, size, union, without
+from stormtorch.data.spans import ConcatenatedSpans, Span, size, union, without
 
 pytestmark = pytest.mark.pure
 
@@ -32,8 +32,8 @@ def test_what_is_removed_is_gone(spans: list[Span], removed: list[Span]) -> None
 
 @given(some_spans, st.data())
 def test_a_cut_is_a_stretch_of_the_line(spans: list[Span], data: st.DataObject) -> None:
-    line = Line(spans)
+    line = ConcatenatedSpans(spans)
     whole = positions(spans)
     begin = data.draw(st.integers(0, len(whole)))
     count = data.draw(st.integers(0, len(whole) - begin))
-    assert positions(line.cut(begin, count)) == whole[begin : begin + count]
+    assert positions(line.select(begin, count)) == whole[begin : begin + count]

@@ -33,7 +33,7 @@ def test_any_body_after_a_right_header_is_read_or_refused(body: bytes, kind: int
 
 @pytest.mark.pure
 def test_what_is_packed_is_read_again() -> None:
-    header = Header(Kind.ECHO, 65535, 7, 9, time.time_ns())
+    header = Header(Kind.ECHO_REPLY, 65535, 7, 9, time.time_ns())
     echo = Echo(1, 2, "fe80::1%eth0", 29500)
     packed = datagrams.pack(COOKIE, header, datagrams.echo_body(echo))
     assert (datagrams.unpack(COOKIE, packed), datagrams.read_echo(packed)) == (header, echo)
@@ -80,8 +80,8 @@ def test_a_receiver_answers_ranks_with_no_more_bytes_than_they_sent_and_stranger
             asking.settimeout(5.0)
             place = opened.getsockname()
             for kind, size, answer in (
-                (Kind.ASK_ECHO, ECHO_BYTES, Kind.ECHO),
-                (Kind.ASK_TALLY, TALLY_BYTES, Kind.TALLY),
+                (Kind.ECHO_REQUEST, ECHO_BYTES, Kind.ECHO_REPLY),
+                (Kind.TALLY_REQUEST, TALLY_BYTES, Kind.TALLY_REPLY),
             ):
                 asking.sendto(datagrams.pack(COOKIE, Header(kind, 1, 1, 0, 0), size=size), place)
                 data = asking.recv(2048)
@@ -89,13 +89,15 @@ def test_a_receiver_answers_ranks_with_no_more_bytes_than_they_sent_and_stranger
                 assert header is not None and (header.kind, header.source) == (answer, 0)
                 assert len(data) <= size
             asking.settimeout(0.3)
-            too_short = datagrams.pack(COOKIE, Header(Kind.ASK_ECHO, 1, 1, 0, 0))
-            wrong_cookie = datagrams.pack(secrets.token_bytes(16), Header(Kind.ASK_ECHO, 1, 1, 0, 0), size=ECHO_BYTES)
-            unknown_rank = datagrams.pack(COOKIE, Header(Kind.ASK_ECHO, 9, 1, 0, 0), size=ECHO_BYTES)
+            too_short = datagrams.pack(COOKIE, Header(Kind.ECHO_REQUEST, 1, 1, 0, 0))
+            wrong_cookie = datagrams.pack(
+                secrets.token_bytes(16), Header(Kind.ECHO_REQUEST, 1, 1, 0, 0), size=ECHO_BYTES
+            )
+            unknown_rank = datagrams.pack(COOKIE, Header(Kind.ECHO_REQUEST, 9, 1, 0, 0), size=ECHO_BYTES)
             for data in (too_short, wrong_cookie, unknown_rank, b"", secrets.token_bytes(1400)):
                 asking.sendto(data, place)
             with pytest.raises(TimeoutError):
                 asking.recv(2048)
-            assert receiver.strangers == 4
+            assert receiver.unknown_senders == 4
         finally:
             receiver.close()

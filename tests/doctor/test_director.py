@@ -11,12 +11,12 @@ import pytest
 
 from stormtorch.doctor import channels
 from stormtorch.doctor.capture import write_links
-from stormtorch.doctor.channels import RankLost, StoreChannel, StoreOrders
+from stormtorch.doctor.channels import StoreChannel, StoreWorkerChannel, WorkerLost
 from stormtorch.doctor.diagnosis import Level
-from stormtorch.doctor.director import Director, longest_pause_s, round_seconds, tournament
-from stormtorch.doctor.examination import Examination, Link
+from stormtorch.doctor.director import Director, longest_request_gap_s, round_robin, round_seconds
+from stormtorch.doctor.examination import DirectedLink, Examination
 from stormtorch.doctor.verdict import examine
-from stormtorch.doctor.worker import Post, work
+from stormtorch.doctor.worker import WorkerSettings, run_worker
 from stormtorch.network.link_file import read_links
 from stormtorch.network.loss import Bernoulli, Trace
 
@@ -34,26 +34,28 @@ class Near:
     def receive(self) -> dict[str, Any] | None:
         return self._orders.get(timeout=60)
 
-    def answer(self, give_up_at: Any) -> Any:
-        if isinstance(give_up_at, dict):  # the rank's side
-            self._answers.put(json.loads(json.dumps(give_up_at)))
+    def answer(self, deadline: Any) -> Any:
+        if isinstance(deadline, dict):  # the rank's side
+            self._answers.put(json.loads(json.dumps(deadline)))
             return None
         try:
-            return self._answers.get(timeout=max(give_up_at - time.monotonic(), 0.01))
+            return self._answers.get(timeout=max(deadline - time.monotonic(), 0.01))
         except queue.Empty:
-            raise RankLost("it does not answer") from None
+            raise WorkerLost("it does not answer") from None
 
     def close(self) -> None:
         self._orders.put(None)
 
 
-def examined(posts: list[Post], seconds: float, missing: int = 0) -> Examination:
-    ways = {post.rank: Near() for post in posts}
-    threads = [threading.Thread(target=work, args=(ways[post.rank], post), daemon=True) for post in posts]
+def examined(posts: list[WorkerSettings], seconds: float, missing: int = 0) -> Examination:
+    ways = {settings.rank: Near() for settings in posts}
+    threads = [
+        threading.Thread(target=run_worker, args=(ways[settings.rank], settings), daemon=True) for settings in posts
+    ]
     for thread in threads:
         thread.start()
     director = Director({**ways, **{len(posts) + each: Near() for each in range(missing)}})
-    director.meet(1.0 if missing else 20.0)
+    director.rendezvous(1.0 if missing else 20.0)
     found = director.examine(seconds, lambda _what, _done: None)
     director.end()
     for thread in threads:
@@ -65,7 +67,7 @@ def examined(posts: list[Post], seconds: float, missing: int = 0) -> Examination
 @pytest.mark.pure
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 13])
 def test_every_pair_meets_once_and_no_rank_twice_in_a_round(ranks: int) -> None:
-    rounds = tournament([10 * each for each in range(ranks)])
+    rounds = round_robin([10 * each for each in range(ranks)])
     for pairs in rounds:
         players = [player for pair in pairs for player in pair]
         assert len(players) == len(set(players))
@@ -81,11 +83,12 @@ def test_the_time_is_bounded_however_many_ranks_there_are() -> None:
     assert round_seconds(4, 6.0) == 2.0
 
 
+@pytest.mark.thorough
 def test_ranks_on_loopback_measure_each_other_and_find_nothing_wrong() -> None:
-    found = examined([Post(rank=each, interface="127.0.0.1") for each in range(3)], 4.5)
+    found = examined([WorkerSettings(rank=each, interface="127.0.0.1") for each in range(3)], 4.5)
     assert sorted(found.links) == sorted(itertools.permutations(range(3), 2))
     for link in found.links.values():
-        assert link.heard and link.tcp
+        assert link.received and link.tcp
         assert link.loss == 0.0 and link.sent > 100
         assert len(link.round_trips_s) > 30 and 0 < link.round_trips_s[0] < 1
         assert link.path_bytes > 60_000
@@ -96,7 +99,10 @@ def test_ranks_on_loopback_measure_each_other_and_find_nothing_wrong() -> None:
 
 
 def test_a_tiny_buffer_is_named_and_a_missing_rank_too() -> None:
-    posts = [Post(rank=0, interface="127.0.0.1"), Post(rank=1, interface="127.0.0.1", receive_buffer_bytes=4096)]
+    posts = [
+        WorkerSettings(rank=0, interface="127.0.0.1"),
+        WorkerSettings(rank=1, interface="127.0.0.1", receive_buffer_bytes=4096),
+    ]
     found = examined(posts, 1.5, missing=1)
     problems = [(each.subject, each.ranks) for each in examine(found) if each.level is Level.PROBLEM]
     assert ("missing rank", (2,)) in problems
@@ -111,8 +117,8 @@ def test_a_rank_whose_port_is_taken_says_so() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind(("127.0.0.1", 0))
         way = Near()
-        work(way, Post(rank=0, interface="127.0.0.1", port=taken.getsockname()[1]))
-    found = Director({0: way}).meet(1.0)
+        run_worker(way, WorkerSettings(rank=0, interface="127.0.0.1", port=taken.getsockname()[1]))
+    found = Director({0: way}).rendezvous(1.0)
     assert "cannot open UDP port" in found.missing[0] and "--port" in found.missing[0]
 
 
@@ -120,9 +126,9 @@ def test_a_rank_whose_port_is_taken_says_so() -> None:
 def test_a_capture_is_a_file_of_links_that_others_read(tmp_path: Path) -> None:
     lost = "0" * 90 + "11" + "0" * 108
     links = {
-        (0, 1): Link(source=0, target=1, heard=True, tcp=True, lost=lost, round_trips_s=(0.02, 0.02)),
-        (1, 0): Link(source=1, target=0, heard=True, tcp=True, lost="0" * 200),
-        (0, 2): Link(source=0, target=2, heard=False, tcp=True, lost="1" * 200),
+        (0, 1): DirectedLink(source=0, target=1, received=True, tcp=True, lost=lost, round_trips_s=(0.02, 0.02)),
+        (1, 0): DirectedLink(source=1, target=0, received=True, tcp=True, lost="0" * 200),
+        (0, 2): DirectedLink(source=0, target=2, received=False, tcp=True, lost="1" * 200),
     }
     path = tmp_path / "links.json"
     write_links(Examination(world=3, ranks={}, links=links), path)
@@ -149,6 +155,7 @@ class Shelf:
         return all(key in self._kept for key in keys)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("wait_s", "seconds", "ranks", "least_s"),
     [
@@ -161,16 +168,16 @@ class Shelf:
 def test_a_rank_waits_for_orders_as_long_as_the_director_may_take(
     wait_s: float, seconds: float | None, ranks: int, least_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pause_s = longest_pause_s(wait_s, seconds, ranks)
-    assert least_s <= pause_s <= 3600.0 + 60.0
+    request_gap_s = longest_request_gap_s(wait_s, seconds, ranks)
+    assert least_s <= request_gap_s <= 3600.0 + 60.0
     # A second of that pause is a millisecond here.
     monkeypatch.setattr(channels, "_SPARE_S", 0.2)
     shelf = Shelf()
-    orders = StoreOrders(shelf, 1, pause_s / 1000)
+    orders = StoreWorkerChannel(shelf, 1, request_gap_s / 1000)
     late = threading.Timer(least_s / 1000, lambda: StoreChannel(shelf, 1).order({"order": "end"}))
     late.start()
     assert orders.receive() == {"order": "end"}
     late.join()
     begun = time.monotonic()
     assert orders.receive() is None, "nobody is there any more"
-    assert time.monotonic() - begun >= pause_s / 1000
+    assert time.monotonic() - begun >= request_gap_s / 1000

@@ -7,12 +7,12 @@ import pytest
 
 from stormtorch.doctor.advice import advise, predict_cost
 from stormtorch.doctor.diagnosis import Level
-from stormtorch.doctor.examination import Examination, Link, Rank
+from stormtorch.doctor.examination import DirectedLink, Examination, Rank
 from stormtorch.doctor.verdict import culprits, examine, sentence
 
 pytestmark = pytest.mark.pure
 
-Place = tuple[int, int]
+Direction = tuple[int, int]
 
 
 def rank(number: int, **changes: Any) -> Rank:
@@ -30,11 +30,11 @@ def rank(number: int, **changes: Any) -> Rank:
     return replace(plain, **changes)
 
 
-def link(source: int, target: int, **changes: Any) -> Link:
-    plain = Link(
+def link(source: int, target: int, **changes: Any) -> DirectedLink:
+    plain = DirectedLink(
         source=source,
         target=target,
-        heard=True,
+        received=True,
         tcp=True,
         lost="0" * 2000,
         round_trips_s=(1e-4,) * 40,
@@ -49,7 +49,7 @@ def link(source: int, target: int, **changes: Any) -> Link:
 
 def network(
     world: int,
-    links: Mapping[Place, Mapping[str, Any]] | None = None,
+    links: Mapping[Direction, Mapping[str, Any]] | None = None,
     ranks: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Examination:
     """A healthy network but for what is given."""
@@ -61,11 +61,11 @@ def network(
     )
 
 
-def at_host(host: int, world: int, **changes: Any) -> dict[Place, Mapping[str, Any]]:
+def at_host(host: int, world: int, **changes: Any) -> dict[Direction, Mapping[str, Any]]:
     return {place: changes for place in itertools.permutations(range(world), 2) if host in place}
 
 
-def at_link(first: int, second: int, **changes: Any) -> dict[Place, Mapping[str, Any]]:
+def at_link(first: int, second: int, **changes: Any) -> dict[Direction, Mapping[str, Any]]:
     return {(first, second): changes, (second, first): changes}
 
 
@@ -75,7 +75,7 @@ def found(measured: Examination) -> list[tuple[str, tuple[int, ...]]]:
 
 LOSSY: dict[str, Any] = {"lost": "0000000001" * 200}
 SILENT: dict[str, Any] = {
-    "heard": False,
+    "received": False,
     "lost": "1" * 500,
     "round_trips_s": (),
     "seen": "",
@@ -97,7 +97,7 @@ def test_a_bad_host_is_told_from_a_bad_link() -> None:
 
 
 def test_a_host_that_only_sends_badly_is_told_so() -> None:
-    links: dict[Place, Mapping[str, Any]] = {(2, other): LOSSY for other in (0, 1, 3)}
+    links: dict[Direction, Mapping[str, Any]] = {(2, other): LOSSY for other in (0, 1, 3)}
     (finding,) = examine(network(4, links))
     assert finding.ranks == (2,)
     assert finding.text == "All links from h2 lose 10.0 % of the datagrams: the fault is at h2."
@@ -130,7 +130,7 @@ def test_a_rare_loss_is_worth_knowing_and_a_stray_one_is_not() -> None:
 
 def test_what_a_full_buffer_loses_is_not_the_links_loss() -> None:
     buffer = {5: {"receive_buffer": 8192, "asked_buffer": 8192}}
-    links: dict[Place, Mapping[str, Any]] = {
+    links: dict[Direction, Mapping[str, Any]] = {
         (each, 5): LOSSY | {"overflowed": 300, "overflowed_steady": 200} for each in range(5)
     }
     measured = network(6, links, buffer)
@@ -148,7 +148,7 @@ def test_a_buffer_that_the_kernel_limits_gets_the_sysctl() -> None:
 def test_blocked_udp_is_told_from_an_unreachable_host() -> None:
     assert found(network(4, at_host(3, 4, **SILENT))) == [("UDP blocked", (3,))]
     assert found(network(4, at_host(3, 4, **SILENT, tcp=False))) == [("unreachable", (3,))]
-    only_in: dict[Place, Mapping[str, Any]] = {(each, 3): SILENT for each in range(3)}
+    only_in: dict[Direction, Mapping[str, Any]] = {(each, 3): SILENT for each in range(3)}
     (finding,) = examine(network(4, only_in, {3: {"chosen_port": True, "port": 29500}}))
     assert finding.text == "UDP to port 29500 of h3 is blocked, while TCP comes through: a firewall drops it."
     assert "udp dport 29500 accept" in finding.remedy
@@ -171,7 +171,7 @@ def test_a_narrow_link_and_a_slow_link_are_named_with_their_remedy() -> None:
 
 def test_a_jumbo_interface_whose_path_carries_less_is_found() -> None:
     jumbo: dict[int, Mapping[str, Any]] = {each: {"mtu": 9000} for each in range(3)}
-    links: dict[Place, Mapping[str, Any]] = {
+    links: dict[Direction, Mapping[str, Any]] = {
         place: {"path_bytes": 9000} for place in itertools.permutations(range(3), 2)
     }
     assert examine(network(3, links, jumbo)) == []
@@ -189,7 +189,7 @@ def test_nat_versions_and_clocks_are_named() -> None:
     assert "Options(nat=True)" in finding.remedy
     other = {2: {"versions": {"stormtorch": "0.9", "torch": "2.13.0", "python": "3.11.7"}}}
     assert found(network(3, ranks=other)) == [("versions", (2,))]
-    ahead: dict[Place, Mapping[str, Any]] = {(0, 1): {"clock_ahead_s": 60.0}, (1, 0): {"clock_ahead_s": -60.0}}
+    ahead: dict[Direction, Mapping[str, Any]] = {(0, 1): {"clock_ahead_s": 60.0}, (1, 0): {"clock_ahead_s": -60.0}}
     ahead |= {(2, 1): {"clock_ahead_s": 60.0}, (1, 2): {"clock_ahead_s": -60.0}}
     (finding,) = examine(network(3, ahead))
     assert (finding.subject, finding.ranks) == ("clock", (1,))
@@ -203,8 +203,8 @@ def test_a_missing_rank_is_named() -> None:
 
 
 def test_reordering_and_duplicates_are_worth_knowing() -> None:
-    findings = examine(network(3, at_link(0, 1, reordered=100, duplicates=50)))
-    assert [(each.level, each.ranks) for each in findings] == [(Level.NOTE, (0, 1))] * 2
+    diagnoses = examine(network(3, at_link(0, 1, reordered=100, duplicates=50)))
+    assert [(each.level, each.ranks) for each in diagnoses] == [(Level.NOTE, (0, 1))] * 2
 
 
 def test_culprits_explain_every_bad_direction_once() -> None:

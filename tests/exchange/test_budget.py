@@ -9,7 +9,7 @@ import torch
 from reference import same_bits, values
 from stormtorch import EXACT, LOSSY, Options, Reliability
 from stormtorch.collectives import Group, Op, all_gather, all_reduce, barrier, broadcast, reduce, reduce_scatter
-from stormtorch.exchange.exchange import Arrival, Transport
+from stormtorch.exchange.exchange import ExchangeResult, Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
 
 SMALL = Options(datagram_bytes=256, silence_s=5.0, timeout_s=60.0)
@@ -18,7 +18,7 @@ SLOW: dict[str, Any] = {"rate": "10mbit", "options": Options(datagram_bytes=256,
 """A link that needs about 0.2 ms for a chunk."""
 
 
-def missing(arrival: Arrival, peer: int, *, stage: int = 0) -> int:
+def missing(arrival: ExchangeResult, peer: int, *, stage: int = 0) -> int:
     return int((~arrival.mask(peer, stage=stage)).sum())
 
 
@@ -49,7 +49,7 @@ def test_a_budget_holds_for_every_collective_that_may_lose(n: int, budget: float
     reliability = Reliability(budget=budget)
     elements = n * 100 * CHUNK
 
-    def work(transport: Transport) -> list[Arrival]:
+    def work(transport: Transport) -> list[ExchangeResult]:
         group = Group(transport)
         mine = values(group.rank, elements)
         begun = [
@@ -69,7 +69,7 @@ def test_a_budget_holds_for_every_collective_that_may_lose(n: int, budget: float
 def test_an_exchange_ends_at_its_deadline_with_what_has_arrived() -> None:
     chunks = 100
 
-    def work(transport: Transport) -> tuple[Arrival, torch.Tensor]:
+    def work(transport: Transport) -> tuple[ExchangeResult, torch.Tensor]:
         group = Group(transport)
         outputs = [torch.full((chunks * CHUNK,), -7.0) for _ in range(2)]
         reliability = Reliability(budget=0.05, deadline_s=0.010)
@@ -84,7 +84,7 @@ def test_an_exchange_ends_at_its_deadline_with_what_has_arrived() -> None:
 
 
 def test_the_shorter_deadline_of_two_ranks_ends_the_exchange_for_both() -> None:
-    def work(transport: Transport) -> Arrival:
+    def work(transport: Transport) -> ExchangeResult:
         group = Group(transport)
         outputs = [torch.empty(2000 * CHUNK) for _ in range(2)]
         reliability = Reliability(budget=1.0, deadline_s=0.010 if transport.rank == 0 else 10.0)
@@ -103,7 +103,7 @@ def test_the_shorter_deadline_of_two_ranks_ends_the_exchange_for_both() -> None:
 
 
 def test_a_deadline_that_is_not_needed_does_not_delay() -> None:
-    def work(transport: Transport) -> Arrival:
+    def work(transport: Transport) -> ExchangeResult:
         tensor = values(transport.rank, 5_000)
         reliability = Reliability(budget=0.0, deadline_s=30.0)
         return all_reduce(Group(transport), tensor, Op.AVG, reliability=reliability, share=reliability).wait()[0]
@@ -150,7 +150,7 @@ def test_broadcast_keeps_the_stale_chunk_where_an_update_is_lost(n: int) -> None
     owners, chunks = max(n - 1, 1), 120
     shard = chunks * CHUNK
 
-    def work(transport: Transport) -> tuple[torch.Tensor, Arrival]:
+    def work(transport: Transport) -> tuple[torch.Tensor, ExchangeResult]:
         tensor = values(transport.rank, owners * shard)
         arrival = broadcast(Group(transport), tensor, 0, reliability=LOSSY).wait()[0]
         return tensor, arrival
@@ -172,7 +172,7 @@ def test_broadcast_keeps_the_stale_chunk_where_an_update_is_lost(n: int) -> None
 
 @pytest.mark.parametrize("reliability", [LOSSY, Reliability(budget=0.1), Reliability(budget=1.0, deadline_s=0.004)])
 def test_an_exact_share_gives_identical_bits_although_the_first_stage_loses(reliability: Reliability) -> None:
-    def work(transport: Transport) -> tuple[torch.Tensor, Arrival]:
+    def work(transport: Transport) -> tuple[torch.Tensor, ExchangeResult]:
         tensor = values(transport.rank, 40_000)
         arrival = all_reduce(Group(transport), tensor, Op.AVG, reliability=reliability, share=EXACT).wait()[0]
         return tensor, arrival

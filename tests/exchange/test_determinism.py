@@ -54,12 +54,14 @@ def test_the_values_tell_one_order_of_summation_from_another() -> None:
                 assert not same_bits(reduced(contributions, Op.SUM), reduced(other, Op.SUM))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(8))
 def test_no_seed_of_loss_and_reordering_changes_a_bit(seed: int) -> None:
     knobs = {**STORM, "reorder": 0.3, "jitter_ms": 0.2 * seed}
     assert_all_equal(simulated(N, all_sums, seed=seed, **knobs), rank_order_sums())
 
 
+@pytest.mark.thorough
 def test_neither_datagram_size_nor_seal_changes_a_bit() -> None:
     for options in (
         Options(datagram_bytes=256),

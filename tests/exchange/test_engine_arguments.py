@@ -110,7 +110,7 @@ def test_more_ranks_than_a_rank_can_count_are_refused() -> None:
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
     network = sim()
-    for call in (network.take_finished, network.health, lambda rank: network.set_dark(rank, True)):
+    for call in (network.take_finished, network.health, lambda rank: network.set_unreachable(rank, True)):
         with pytest.raises((IndexError, ValueError)):
             call(2)
     with pytest.raises((IndexError, ValueError)):

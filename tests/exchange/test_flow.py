@@ -18,6 +18,7 @@ from stormtorch.udp.udp import UdpTransport
 POOL = 1 << 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("storm", [{}, {"loss": 0.05}])
 @pytest.mark.parametrize("datagram_bytes", [None, 1472])
 def test_a_flood_of_exchanges_never_posted_stays_within_the_pool_and_holds_up_nobody(
@@ -96,6 +97,7 @@ def test_sixty_four_endpoints_exchange_a_megabyte_each_exactly_under_loss() -> N
     assert sum(health["overflow"] for _, health in results) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("datagram_bytes", [None, 1472])
 def test_a_slow_receiver_is_waited_for_without_overflow_or_timeout(datagram_bytes: int | None) -> None:
     n = 3

@@ -56,6 +56,7 @@ def test_results_have_the_same_bits_with_any_number_of_lanes() -> None:
         assert local_world(3, collectives, options=options) == expected
 
 
+@pytest.mark.thorough
 def test_lanes_of_processes_that_share_memory_carry_about_the_same() -> None:
     expected = local_world(3, collectives, options=with_lanes(1))
     for (results, sent), alone in zip(
@@ -148,6 +149,7 @@ def test_exchanges_end_in_any_order_and_may_be_asked_about() -> None:
     local_world(2, work, options=with_lanes(3))
 
 
+@pytest.mark.thorough
 def test_many_small_exchanges_between_two_large_ones_are_nothing_to_the_other_lanes() -> None:
     def work(transport: UdpTransport) -> None:
         group = Group(transport)
@@ -229,8 +231,8 @@ def card(**changes: Any) -> Card:
         (1, [card(cores=16)] * 16),
         (1, [card(cores=2)] * 2),
         # Between machines the line decides, too.
-        (1, [card(cores=64, line_mbit=10_000), card(cores=64, line_mbit=10_000, machine="b")]),
-        (2, [card(cores=64, line_mbit=100_000), card(cores=64, line_mbit=25_000, machine="b")]),
+        (1, [card(cores=64, interface_mbit=10_000), card(cores=64, interface_mbit=10_000, machine="b")]),
+        (2, [card(cores=64, interface_mbit=100_000), card(cores=64, interface_mbit=25_000, machine="b")]),
         (1, [card(cores=64), card(cores=64, machine="b")]),
         # Whoever chose a number gets it, unless others want fewer.
         (4, [card(), card(machine="b")]),

@@ -45,6 +45,7 @@ def test_results_have_the_same_bits_over_several_paths_and_both_are_used(changes
         assert all(path.bytes_sent > 100_000 and path.bytes_received > 100_000 for path in each)
 
 
+@pytest.mark.thorough
 def test_ranks_with_fewer_interfaces_use_the_first_ones() -> None:
     one = replace(OPTIONS, interface="127.0.0.1")
     found = local_world(3, reduced, options=[TWO, TWO, one])

@@ -29,7 +29,7 @@ from stormtorch.collectives import (
     scatter,
     send,
 )
-from stormtorch.exchange.exchange import Arrival, Transport
+from stormtorch.exchange.exchange import ExchangeResult, Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
 
 SCENARIOS, PER_TEST = 400, 20
@@ -101,7 +101,7 @@ class Call:
         }
         return results[self.what]()
 
-    def check(self, rank: int, n: int, results: list[torch.Tensor], arrivals: list[Arrival]) -> None:
+    def check(self, rank: int, n: int, results: list[torch.Tensor], arrivals: list[ExchangeResult]) -> None:
         if self.what == "barrier" or (self.first.exact and (self.what != "all_reduce" or self.share.exact)):
             for result, wanted in zip(results, self.expected(rank, n), strict=True):
                 assert same_bits(result, wanted), f"{self} at rank {rank}"
@@ -169,7 +169,7 @@ def draw(seed: int) -> tuple[SimulatedNetwork, list[Call], int]:
 def run(seed: int) -> None:
     network, calls, width = draw(seed)
 
-    def work(transport: Transport) -> list[tuple[list[torch.Tensor], list[Arrival]]]:
+    def work(transport: Transport) -> list[tuple[list[torch.Tensor], list[ExchangeResult]]]:
         group = Group(transport)
         under_way: list[Pending] = []
         begun = []
@@ -185,6 +185,7 @@ def run(seed: int) -> None:
             call.check(rank, network.world, results, arrivals)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", range(0, SCENARIOS, PER_TEST))
 def test_whatever_is_called_over_whatever_network_ends_as_it_should(first: int) -> None:
     for seed in range(first, first + PER_TEST):

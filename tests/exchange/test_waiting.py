@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stormtorch.exchange import waiting
-from stormtorch.exchange.waiting import Patience, Servers, doing
+from stormtorch.exchange.waiting import CollectiveServers, LongWait, in_call
 
 pytestmark = pytest.mark.pure
 
@@ -26,7 +26,7 @@ class Rank:
     rank, world, silence_s, prefix, waits = 0, 3, 10.0, "storm", None
 
     def __init__(self, *, round_trip_s: float, bytes_per_look: int) -> None:
-        self.servers, self.store = Servers(), Store()
+        self.collective_servers, self.store = CollectiveServers(), Store()
         self._trip_s, self._bytes, self._more = round_trip_s, 0, bytes_per_look
 
     def health(self) -> dict[str, int]:
@@ -38,15 +38,15 @@ class Rank:
     def links(self, peers: list[int]) -> list[tuple[float, float, float, int]]:
         return [(self._trip_s * peer, 0.03, 250e3, 1472) for peer in peers]
 
-    def standing(self) -> dict[str, Any]:
+    def connectivity(self) -> dict[str, Any]:
         return {"heard_s": {1: 0.1, 2: 0.1}, "quorum": True}
 
 
 def waited(rank: Rank, waits: int, looks: int, caplog: pytest.LogCaptureFixture) -> list[str]:
     """What a rank says within one call that waits several times."""
-    with caplog.at_level(logging.WARNING, "stormtorch"), doing("backward()"):
+    with caplog.at_level(logging.WARNING, "stormtorch"), in_call("backward()"):
         for _ in range(waits):
-            patience = Patience(rank, [1, 2])
+            patience = LongWait(rank, [1, 2])
             for _ in range(looks):
                 time.sleep(0.02)
                 patience.look()

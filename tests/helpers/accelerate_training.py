@@ -63,7 +63,7 @@ def main() -> None:
             dist.all_gather(others, loaded)
         train(1)
     accelerator.wait_for_everyone()
-    told = {
+    report = {
         "rank": dist.get_rank(),
         "wrapped": type(accelerator.unwrap_model(model)).__name__,
         "in_file": sorted(load_file(folder / "model.safetensors")),
@@ -73,7 +73,7 @@ def main() -> None:
         "losses": [sum(losses[:4]) / 4, sum(losses[-4:]) / 4],
         "arrived": session.ledger.summary()["arrived"],
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(report), flush=True)
     accelerator.end_training()
 
 

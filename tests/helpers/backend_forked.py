@@ -19,7 +19,7 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def told(call: Any) -> str:
+def outcome_of(call: Any) -> str:
     """The error that a call raises, and how long that took."""
     begin = time.monotonic()
     try:
@@ -34,10 +34,10 @@ def use() -> None:
     pending: Any = works[0]
     group: Any = dist.distributed_c10d._get_default_group()
     say(
-        all_reduce=told(lambda: dist.all_reduce(torch.ones(3))),
-        wait=told(pending.wait),
-        barrier=told(group.monitored_barrier),
-        send=told(lambda: dist.send(torch.ones(3), 1 - rank)),
+        all_reduce=outcome_of(lambda: dist.all_reduce(torch.ones(3))),
+        wait=outcome_of(pending.wait),
+        barrier=outcome_of(group.monitored_barrier),
+        send=outcome_of(lambda: dist.send(torch.ones(3), 1 - rank)),
     )
 
 
@@ -65,9 +65,9 @@ def in_child(work: Any, *, leaves_at_once: bool) -> None:
         if leaves_at_once:
             os._exit(0)
         sys.exit(0)
-    give_up_at = time.monotonic() + 20.0
+    deadline = time.monotonic() + 20.0
     while os.waitpid(child, os.WNOHANG)[0] == 0:
-        if time.monotonic() > give_up_at:
+        if time.monotonic() > deadline:
             os.kill(child, 9)
             os.waitpid(child, 0)
             say(hung=work.__name__)

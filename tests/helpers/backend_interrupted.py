@@ -108,7 +108,7 @@ def aborted(call: str) -> None:
     else:
         time.sleep(1.0)
     dist.destroy_process_group()
-    begin_anew(store)
+    restart_group(store)
 
 
 def abandoned(call: str) -> None:
@@ -137,7 +137,7 @@ def failed(_: str) -> None:
         say(kind=type(error).__name__, text=str(error))
     store.set("over", "1")
     dist.destroy_process_group()
-    begin_anew(store)
+    restart_group(store)
 
 
 def bereaved(_: str) -> None:
@@ -151,10 +151,10 @@ def bereaved(_: str) -> None:
     except stormtorch.StormError as error:
         say(culprit=error.culprit)
     dist.destroy_process_group()
-    begin_anew(store, [each for each in range(world) if each != 1])
+    restart_group(store, [each for each in range(world) if each != 1])
 
 
-def begin_anew(store: Any, members: Any = range(world)) -> None:
+def restart_group(store: Any, members: Any = range(world)) -> None:
     for name in ("second", "third"):
         join(name, members=members)
         tensor = torch.ones(1000)

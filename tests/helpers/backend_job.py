@@ -78,11 +78,11 @@ class Job:
         lines = self._file(rank, "out").read_text().splitlines()
         return {key: value for line in lines if line.endswith("}") for key, value in json.loads(line).items()}
 
-    def hear(self, rank: int, what: str, within_s: float = 60.0) -> None:
+    def await_message(self, rank: int, what: str, within_s: float = 60.0) -> None:
         """Blocks until a rank has said something of that name."""
-        give_up_at = time.monotonic() + within_s
+        deadline = time.monotonic() + within_s
         while what not in self.said(rank):
-            if self.ranks[rank].poll() is not None or time.monotonic() > give_up_at:
+            if self.ranks[rank].poll() is not None or time.monotonic() > deadline:
                 pytest.fail(f"rank {rank} did not say {what}: {self._file(rank, 'err').read_text()}")
             time.sleep(0.02)
 
@@ -95,10 +95,10 @@ class Job:
 
     def end(self, within_s: float = 60.0) -> list[dict[str, Any]]:
         """Blocks until all have ended, and returns what they said, by rank."""
-        give_up_at = time.monotonic() + within_s
+        deadline = time.monotonic() + within_s
         for rank, process in enumerate(self.ranks):
             try:
-                process.wait(max(give_up_at - time.monotonic(), 0.1))
+                process.wait(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
                 said = [self.said(each) for each in range(len(self.ranks))]
                 pytest.fail(f"rank {rank} has not ended after {within_s} s: {said}")

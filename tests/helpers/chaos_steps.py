@@ -25,8 +25,8 @@ given = options.parse_args()
 
 number = next(each for each in range(1000) if not (given.folder / f"h{given.host}.{each}.jsonl").exists())
 log = (given.folder / f"h{given.host}.{number}.jsonl").open("x", buffering=1)
-asked: list[int] = []
-signal.signal(signal.SIGTERM, lambda received, _frame: asked.append(received))
+stop_signals: list[int] = []
+signal.signal(signal.SIGTERM, lambda received, _frame: stop_signals.append(received))
 
 
 def write(**what: Any) -> None:
@@ -63,7 +63,7 @@ while step < last:
     write(step=step, view=1, members=list(range(given.hosts + 1)), since=0, loss=2.0)
     if step % given.digest_every == 0:
         write(step=step, digest=f"d{step}")
-    if asked and not given.stubborn:
+    if stop_signals and not given.stubborn:
         write(left=step)
         sys.exit()
     if given.fragile and given.host == 1 and number == 0 and step >= given.fragile:

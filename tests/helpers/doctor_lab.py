@@ -19,10 +19,12 @@ DOCTOR = (sys.executable, "-m", "stormtorch", "doctor")
 class Examined(NamedTuple):
     code: int
     text: str
-    told: dict[str, Any]
+    report: dict[str, Any]
 
     def problems(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(each["subject"], tuple(each["ranks"])) for each in self.told["findings"] if each["level"] == "problem"]
+        return [
+            (each["subject"], tuple(each["ranks"])) for each in self.report["findings"] if each["level"] == "problem"
+        ]
 
 
 def reach(lab: Lab, folder: Path, added: dict[int, str] | None = None) -> Path:
@@ -52,8 +54,8 @@ def examine(ssh: Path, hosts: Sequence[str], *options: str, timeout_s: float = 1
         check=False,
         env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"},
     )
-    told = json.loads(out.read_text()) if out.exists() else {}
-    return Examined(done.returncode, done.stdout + done.stderr, told)
+    report = json.loads(out.read_text()) if out.exists() else {}
+    return Examined(done.returncode, done.stdout + done.stderr, report)
 
 
 def block_udp(lab: Lab, host: int, port: int | None = None) -> None:

@@ -64,7 +64,7 @@ def main() -> None:
             time.sleep(0.02)
             last = time.monotonic()
     log.write(json.dumps({"end": optimizer.session.steps}) + "\n")  # type: ignore[attr-defined]  # given by prepare
-    transport.part()  # type: ignore[attr-defined]  # over UDP
+    transport.drain()  # type: ignore[attr-defined]  # over UDP
     transport.close()
 
 

@@ -56,14 +56,14 @@ class Start:
     """Ranks as threads that all start a job by the same store."""
 
     def __init__(self, store: Any, world: int) -> None:
-        self.came: dict[int, UdpTransport] = {}
+        self.transports: dict[int, UdpTransport] = {}
         self.errors: dict[int, BaseException] = {}
         self._store, self._world, self._threads = store, world, list[threading.Thread]()
 
     def rank(self, rank: int, delay: Callable[[str, str], None], options: Options) -> None:
         def body() -> None:
             try:
-                self.came[rank] = connect(SlowStore(self._store, delay), rank, self._world, options)  # type: ignore[arg-type]
+                self.transports[rank] = connect(SlowStore(self._store, delay), rank, self._world, options)  # type: ignore[arg-type]
             except BaseException as error:
                 self.errors[rank] = error
 
@@ -71,7 +71,7 @@ class Start:
         self._threads[-1].start()
 
     def close(self) -> None:
-        for transport in self.came.values():
+        for transport in self.transports.values():
             transport.close(0.0)
 
     def check_one_job(self, within_s: float = 60.0) -> None:
@@ -79,10 +79,10 @@ class Start:
         for thread in self._threads:
             thread.join(within_s)
         assert not self.errors, self.errors
-        assert sorted(self.came) == list(range(self._world))
-        for transport in self.came.values():
+        assert sorted(self.transports) == list(range(self._world))
+        for transport in self.transports.values():
             assert [transport.incarnation(rank) for rank in range(self._world)] == [0] * self._world
-        assert len({transport.prefix for transport in self.came.values()}) == 1
+        assert len({transport.prefix for transport in self.transports.values()}) == 1
 
 
 def slow_start(store: Any, world: int, seed: int, delay_s: float, timeout_s: float) -> Start:
@@ -103,15 +103,15 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=32, help="ranks of each")
     parser.add_argument("--delay-ms", type=float, default=20.0, help="mean time before, and again after, each answer")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first job; the next ones follow")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     restarting._LOOK_EVERY_S = 0.2
     took: list[float] = []
     wrong: list[int] = []
-    for seed in range(asked.seed, asked.seed + asked.starts):
+    for seed in range(arguments.seed, arguments.seed + arguments.starts):
         store = HashStore()
         store.set_timeout(timedelta(seconds=120))
         began = time.monotonic()
-        start = slow_start(store, asked.ranks, seed, asked.delay_ms / 1e3, 120.0)
+        start = slow_start(store, arguments.ranks, seed, arguments.delay_ms / 1e3, 120.0)
         try:
             start.check_one_job(150.0)
             took.append(time.monotonic() - began)
@@ -123,7 +123,7 @@ def main() -> int:
             start.close()
     took.sort()
     times = f"; seconds: median {took[len(took) // 2]:.1f}, worst {took[-1]:.1f}" if took else ""
-    print(f"{asked.starts} first starts of {asked.ranks} ranks, {len(wrong)} wrong {wrong}{times}", flush=True)
+    print(f"{arguments.starts} first starts of {arguments.ranks} ranks, {len(wrong)} wrong {wrong}{times}", flush=True)
     return 1 if wrong else 0
 
 

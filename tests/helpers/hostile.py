@@ -23,11 +23,11 @@ HEADER_BYTES = 32
 _FLAGS, _SOURCE, _CHECK, _COOKIE, _NUMBER = slice(1, 2), slice(2, 4), slice(4, 8), slice(8, 12), slice(12, 16)
 _SEALED = 8
 
-Lie = Callable[[str, bytes], bytes | None]
+Tamper = Callable[[str, bytes], bytes | None]
 """Returns what is shown under a key instead of what was written there; None shows nothing."""
 
 
-class LyingStore:
+class TamperingStore:
     """One rank's view of a store whose owner lies. What the rank writes arrives.
 
     Args:
@@ -36,7 +36,7 @@ class LyingStore:
         timeout_s: Longest time of a wait for a key.
     """
 
-    def __init__(self, store: HashStore, lie: Lie, timeout_s: float = 2.0) -> None:
+    def __init__(self, store: HashStore, lie: Tamper, timeout_s: float = 2.0) -> None:
         self._store, self._lie = store, lie
         self.timeout = timedelta(seconds=timeout_s)
 
@@ -93,7 +93,7 @@ Tap = Callable[[Datagram], bytes | None]
 """Returns what is passed on instead of a datagram, or None to lose it."""
 
 
-class Wire:
+class TappedNetwork:
     """Stands between the ranks of a job: cards in their stores name its sockets instead of their own.
 
     Args:
@@ -114,7 +114,7 @@ class Wire:
         self._thread = threading.Thread(target=self._carry, name="wire", daemon=True)
         self._thread.start()
 
-    def view_of(self, rank: int, lie: Lie) -> Lie:
+    def view_of(self, rank: int, lie: Tamper) -> Tamper:
         """Adds to what a rank is shown: other ranks are behind this wire."""
 
         def shown(key: str, value: bytes) -> bytes | None:
@@ -164,7 +164,7 @@ class Wire:
         if passed is not None:
             self.send(source, target, passed)
 
-    def __enter__(self) -> Wire:
+    def __enter__(self) -> TappedNetwork:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -181,8 +181,8 @@ def on_ranks(
     work: Callable[[UdpTransport], Any],
     options: Options,
     *,
-    lies: dict[int, Lie] | None = None,
-    wire: Wire | None = None,
+    lies: dict[int, Tamper] | None = None,
+    wire: TappedNetwork | None = None,
     store: HashStore | None = None,
     absent: Sequence[int] = (),
     within_s: float = 60.0,
@@ -193,7 +193,7 @@ def on_ranks(
 
     def body(rank: int) -> None:
         lie = (lies or {}).get(rank, honest)
-        view: Any = LyingStore(store, lie if wire is None else wire.view_of(rank, lie))
+        view: Any = TamperingStore(store, lie if wire is None else wire.view_of(rank, lie))
         try:
             with connect(view, rank, world, options) as transport:
                 said[rank] = work(transport)

@@ -51,12 +51,12 @@ class Rank:
 
     def see(self, ranks: list[int], above: int = 0) -> dict[str, Any]:
         """Waits until a view has exactly these ranks, and knows the same processes."""
-        give_up_at = time.monotonic() + 30.0
+        deadline = time.monotonic() + 30.0
         while True:
             view = self.transport.view()
             if view is not None and view.number > above and [rank for rank, _ in view.members] == ranks:
                 break
-            assert time.monotonic() < give_up_at, f"saw {view and view.members}, not {ranks}"
+            assert time.monotonic() < deadline, f"saw {view and view.members}, not {ranks}"
             self.transport.wait_view(view.number if view else 0, 0.1)
         self.transport.install(view)
         return {"number": view.number, "members": view.members, "inside": self.transport.inside()}
@@ -135,8 +135,8 @@ def main() -> None:
     say({"rank": transport.rank, "incarnation": card.incarnation, "address": f"{card.host}:{card.reception}"})
     rank = Rank(transport)
     for line in sys.stdin:
-        told = json.loads(line)
-        say(getattr(rank, told[0])(*told[1:]))
+        request = json.loads(line)
+        say(getattr(rank, request[0])(*request[1:]))
     transport.close()
 
 

@@ -91,7 +91,7 @@ def main() -> None:
     saved = torch.load(folder / "epoch=1.ckpt", weights_only=False)
     loaded = torch.cat([each.flatten() for each in saved["state_dict"].values()])
     session = again.optimizers().optimizer.session
-    told = {
+    report = {
         "rank": dist.get_rank(),
         "wrapped": type(resumed.model).__name__,
         "clipped": max(abs(each - CLIP) for each in first.updates[1:8:2]),  # of the first epoch, whose rate is 1
@@ -103,7 +103,7 @@ def main() -> None:
         "rate": again.optimizers().param_groups[0]["lr"],
         "arrived": session.ledger.summary()["arrived"],
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(report), flush=True)
     dist.destroy_process_group()
 
 

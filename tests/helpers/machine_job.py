@@ -44,7 +44,7 @@ class Process:
     def code(self) -> int | None:
         return self._process.exitcode
 
-    def told(self, what: str) -> list[Any]:
+    def reported(self, what: str) -> list[Any]:
         return [each[what] for each in self.said if what in each]
 
     def longest_pause_s(self) -> float:
@@ -53,10 +53,10 @@ class Process:
         return max((later - earlier for earlier, later in itertools.pairwise(at)), default=0.0)
 
     def await_step(self, step: int, within_s: float = 60.0) -> None:
-        give_up_at = time.monotonic() + within_s
-        while max(self.told("step"), default=0) < step:
+        deadline = time.monotonic() + within_s
+        while max(self.reported("step"), default=0) < step:
             assert self._process.is_alive(), f"rank {self.rank} has ended by {self.code}: {self.said[-5:]}"
-            assert time.monotonic() < give_up_at, f"rank {self.rank} is not at step {step}: {self.said[-5:]}"
+            assert time.monotonic() < deadline, f"rank {self.rank} is not at step {step}: {self.said[-5:]}"
             time.sleep(0.01)
 
     def send(self, number: signal.Signals) -> None:
@@ -74,7 +74,7 @@ class Process:
         self._process.join()
 
 
-class Job:
+class MachineJob:
     """Ranks by number; `how` of a rank replaces that of all."""
 
     def __init__(self, folder: Path, how: How, ranks: dict[int, How] | None = None) -> None:
@@ -87,7 +87,7 @@ class Job:
         self._started += 1
         return Process(rank, how, self._folder, self._started)
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> MachineJob:
         return self
 
     def __exit__(self, *_: object) -> None:

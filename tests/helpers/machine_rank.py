@@ -58,7 +58,7 @@ class Rank:
     def session(self) -> Any:
         return self.optimizer.session
 
-    def tell(self, **what: Any) -> None:
+    def report(self, **what: Any) -> None:
         self._out.write(json.dumps({"at": time.monotonic(), **what}) + "\n")
         self._out.flush()
 
@@ -74,7 +74,7 @@ class Rank:
         self.model = nn.Sequential(nn.Linear(20, 1000), nn.Tanh(), nn.Linear(1000, 3))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
         stormtorch.prepare(self.model, self.optimizer, policy=how.policy, group=Group(self.transport))
-        self.tell(begins_at=self.session.steps)
+        self.report(begins_at=self.session.steps)
         if how.prepared:
             how.prepared(self)
         while self.session.steps < how.steps:
@@ -82,8 +82,8 @@ class Rank:
         with stormtorch.exact(self.model):
             values = [float(each.detach().double().sum()) for each in self.model.parameters()]
         events = [event for row in self.session.ledger.rows for event in row.events]
-        self.tell(values=values, events=events, members=self.session.view.members)
-        self.transport.part()
+        self.report(values=values, events=events, members=self.session.view.members)
+        self.transport.drain()
         self.transport.close()
 
     def step(self, number: int) -> None:
@@ -98,28 +98,28 @@ class Rank:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.tell(step=self.session.steps)
+        self.report(step=self.session.steps)
         if self.how.after:
             self.how.after(self, number)
 
 
-class _Telling(logging.Handler):
+class _ReportHandler(logging.Handler):
     def __init__(self, rank: Rank) -> None:
         super().__init__()
         self._rank = rank
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._rank.tell(log=record.getMessage())
+        self._rank.report(log=record.getMessage())
 
 
 def main(number: int, how: How, path: str, out: str) -> None:
     torch.set_num_threads(1)
     with open(out, "a", encoding="utf-8") as file:
         rank = Rank(number, how, file)
-        logging.getLogger("stormtorch").addHandler(_Telling(rank))
+        logging.getLogger("stormtorch").addHandler(_ReportHandler(rank))
         try:
             rank.train(path)
         except Exception as error:
-            rank.tell(error=f"{type(error).__name__}: {error}")
+            rank.report(error=f"{type(error).__name__}: {error}")
             sys.excepthook(*sys.exc_info())  # as at the end of a script: the others are told
             raise SystemExit(1) from error

@@ -17,7 +17,7 @@ Loading = Callable[[ElasticSampler], Any]
 
 
 @dataclass(frozen=True)
-class View:
+class ScheduledView:
     number: int
     members: tuple[int, ...]
     step: int
@@ -27,7 +27,7 @@ class View:
 class Session:
     """What a sampler sees of a session; the schedule plays the part of the network."""
 
-    def __init__(self, rank: int, view: View, given: dict[int, bytes]) -> None:
+    def __init__(self, rank: int, view: ScheduledView, given: dict[int, bytes]) -> None:
         self.group = SimpleNamespace(transport=SimpleNamespace(rank=rank))
         self.view = view
         self.given = given
@@ -122,7 +122,7 @@ class Schedule:
         self.plain = plain
         self.load: Loading = load or (lambda sampler: Loader(sampler, ahead))
         self.settled = 1
-        self.view = View(1, tuple(range(ranks)), 0, 0)
+        self.view = ScheduledView(1, tuple(range(ranks)), 0, 0)
         self.ranks = {rank: self._rank(rank, {}) for rank in self.view.members}
         self.outside: dict[int, Rank] = {}
         self.used: dict[int, list[int]] = {}
@@ -152,7 +152,7 @@ class Schedule:
             members: Ranks of the view; those that nobody has yet are new processes.
             taken_by: Members that get as far as `take` before yet another view comes; None: all of them.
         """
-        self.view = View(self.view.number + 1, tuple(sorted(members)), self.view.step, self.settled)
+        self.view = ScheduledView(self.view.number + 1, tuple(sorted(members)), self.view.step, self.settled)
         back = {rank: self.outside.pop(rank) for rank in members if rank in self.outside}
         givers = {**self.ranks, **back}
         given = {rank: each.session.give() for rank, each in givers.items() if rank in members and each.session.give}

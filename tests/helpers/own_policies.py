@@ -15,8 +15,8 @@ class Blended(RankPolicy):
 
     part: float = 0.5
 
-    def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # it may leave out rank
-        return torch.where(arrived, own.lerp(came, self.part), own)
+    def accept(self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # it may leave out rank
+        return torch.where(arrived, own.lerp(received, self.part), own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,5 +52,5 @@ class Damped(OwnerPolicy):
     def publish(self, before: torch.Tensor, now: torch.Tensor, ahead: Numbers) -> torch.Tensor:
         return now - 0.25 * (now - before)
 
-    def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-        return torch.where(arrived, 0.25 * own + 0.75 * came, own)
+    def accept(self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+        return torch.where(arrived, 0.25 * own + 0.75 * received, own)

@@ -9,7 +9,7 @@ from torch import nn
 from stormtorch.runtime.members.prepared_optimizer import trained as parameters_of
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.layout import plan
-from stormtorch.runtime.memory.sharded_optimizer import Shards
+from stormtorch.runtime.memory.sharded_optimizer import ShardedOptimizer
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[[Iterable[Any]], Optimizer]
@@ -55,14 +55,14 @@ class Owner:
         element_bytes = self.parameters[0].dtype.itemsize
         layouts = plan(counts, element_bytes, bucket_bytes, world, whole=whole)
         self.buckets = [Bucket(index, each, self.parameters, rank) for index, each in enumerate(layouts)]
-        self.shards = Shards(optimizer, self.parameters, self.buckets, whole=whole)
+        self.shards = ShardedOptimizer(optimizer, self.parameters, self.buckets, whole=whole)
 
     def step(self, grads: list[torch.Tensor]) -> None:
         """One step, given the mean gradient of every parameter."""
         for bucket, piece, _ in self.shards.pieces:
             part = grads[piece.parameter].reshape(-1)[piece.offset : piece.offset + piece.count]
             bucket.within_own(piece, bucket.own_grads).copy_(part)
-        self.shards.give_gradients([True] * len(self.parameters), finite=True)
+        self.shards.assign_gradients([True] * len(self.parameters), finite=True)
         self.shards.begin_step()
         self.optimizer.step()
         self.shards.end_step()

@@ -97,9 +97,9 @@ class Job:
         return int(FileStore(str(self.folder / "store"), len(self.processes)).get("storm/cookie"), 16) & 0xFFFFFFFF
 
     def wait_for(self, ready: Callable[[], bool], within_s: float = 120.0) -> None:
-        give_up_at = time.monotonic() + within_s
+        deadline = time.monotonic() + within_s
         while not ready():
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"nothing happened within {within_s:g} s")
             for rank, process in self.processes.items():
                 if process.poll() is not None:

@@ -30,9 +30,9 @@ import warm_start
 from recompute_check import check
 from recompute_program import Schedule, draw
 from recompute_rank import run
-from recompute_recording import PLACES, Board
+from recompute_recording import MOST_RANKS, SharedProgress
 from recompute_recordings import Differs
-from recompute_table import Row, kind_of, table
+from recompute_table import JobResult, kind_of, table
 
 _WITHIN_S = 240.0
 _AFTER_S = 15.0
@@ -46,7 +46,7 @@ class Job:
 
     def __init__(self, schedule: Schedule, folder: Path) -> None:
         self.schedule, self.folder = schedule, folder
-        self.board = Board(folder / "board")
+        self.progress = SharedProgress(folder / "board")
         self.context = multiprocessing.get_context("spawn")
         self.processes: dict[int, Any] = {}
         self.incarnations: dict[int, int] = {}
@@ -78,15 +78,15 @@ class Job:
         while any(each.is_alive() for each in (*self.processes.values(), *self.joined)) or self.returns:
             time.sleep(0.02)
             now = time.monotonic()
-            steps = max(self.board.read(place)[0] for place in range(PLACES))
+            steps = max(self.progress.read(place)[0] for place in range(MOST_RANKS))
             self._bring_back(now)
-            happened = self.board.happened()
+            happened = self.progress.happened()
             next_ = len(happened)
-            if next_ < len(events) and events[next_].kind == "join" and self.board.reaches(events, next_, steps):
-                self.board.happen(next_, steps)
+            if next_ < len(events) and events[next_].kind == "join" and self.progress.reaches(events, next_, steps):
+                self.progress.happen(next_, steps)
                 self.start(-1)
             self._resume(resume, now)
-            ended = ended or (now if any(self.board.read(place)[1] == 2 for place in range(PLACES)) else 0.0)
+            ended = ended or (now if any(self.progress.read(place)[1] == 2 for place in range(MOST_RANKS)) else 0.0)
             if ended and now - ended > _AFTER_S:
                 return
             if now - self.began > _WITHIN_S:
@@ -94,8 +94,8 @@ class Job:
             # Where a program never comes to the point of an event, that one and those after it do not happen.
             pause = 10 if next_ == len(events) else 100
             until = max([*(each for each, _ in happened), *(each.step for each in events)], default=0) + pause
-            if not self.board.end and steps >= until and not resume and self._all_in(steps):
-                self.board.tell(PLACES, steps + _MARGIN)
+            if not self.progress.end and steps >= until and not resume and self._all_in(steps):
+                self.progress.report(MOST_RANKS, steps + _MARGIN)
 
     def _bring_back(self, now: float) -> None:
         for rank, process in list(self.processes.items()):
@@ -103,7 +103,7 @@ class Job:
                 continue
             if process.exitcode == -signal.SIGKILL and self.incarnations[rank] == 0:
                 event = next((each for each in self.schedule.events if each.kind == "die" and each.rank == rank), None)
-                if event is not None and event.seconds and not self.board.end:
+                if event is not None and event.seconds and not self.progress.end:
                     self.returns[rank] = now + event.seconds
         for rank, at in list(self.returns.items()):
             if now >= at:
@@ -112,7 +112,7 @@ class Job:
 
     def _resume(self, resume: dict[int, float], now: float) -> None:
         for rank, process in self.processes.items():
-            _, state, seconds = self.board.read(rank)
+            _, state, seconds = self.progress.read(rank)
             if state == 1 and rank not in resume:
                 resume[rank] = now + seconds
             if rank in resume and now >= resume[rank]:
@@ -123,11 +123,14 @@ class Job:
     def _all_in(self, steps: int) -> bool:
         """Whether all processes that live take part in the latest step."""
         alive = sum(each.is_alive() for each in (*self.processes.values(), *self.joined))
-        near = sum(steps - self.board.read(place)[0] <= 2 and self.board.read(place)[0] > 0 for place in range(PLACES))
+        near = sum(
+            steps - self.progress.read(place)[0] <= 2 and self.progress.read(place)[0] > 0
+            for place in range(MOST_RANKS)
+        )
         return near >= alive and not self.returns
 
     def _hung(self) -> str:
-        states = {place: self.board.read(place)[0] for place in range(PLACES) if self.board.read(place)[0]}
+        states = {place: self.progress.read(place)[0] for place in range(MOST_RANKS) if self.progress.read(place)[0]}
         alive = [rank for rank, each in self.processes.items() if each.is_alive()]
         joined = sum(each.is_alive() for each in self.joined)
         return f"after {_WITHIN_S:.0f} s, ranks {alive} and {joined} that joined have not ended; steps: {states}"
@@ -170,28 +173,28 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, default=Path("build/recompute.json"), help="where results are added")
     parser.add_argument("--keep", type=Path, help="folder for what ranks have written down")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     warm_start.use()
-    rows: list[Row] = json.loads(asked.json.read_text()) if asked.json.exists() else []
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[JobResult] = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
     wrong: list[int] = []
     begin = time.monotonic()
-    for seed in range(asked.seed, asked.seed + asked.jobs):
-        schedule = draw(seed, asked.kinds)
+    for seed in range(arguments.seed, arguments.seed + arguments.jobs):
+        schedule = draw(seed, arguments.kinds)
         start = time.monotonic()
         found: Counter[str] = Counter()
         try:
-            found = recompute(schedule, asked.keep)
+            found = recompute(schedule, arguments.keep)
             said = f"right, {found['rounds']} rounds, {found['views']} views"
         except Differs as error:
             wrong.append(seed)
             said = f"WRONG: {error}"
-        rows = [each for each in rows if (each["seed"], each["kinds"]) != (seed, asked.kinds)]
-        rows.append({"seed": seed, "kinds": asked.kinds, "kind": kind_of(schedule), "said": said, "counts": found})
-        asked.json.write_text(json.dumps(rows, indent=None))
+        rows = [each for each in rows if (each["seed"], each["kinds"]) != (seed, arguments.kinds)]
+        rows.append({"seed": seed, "kinds": arguments.kinds, "kind": kind_of(schedule), "said": said, "counts": found})
+        arguments.json.write_text(json.dumps(rows, indent=None))
         with contextlib.suppress(ValueError):
             print(f"{seed}: {said}, {time.monotonic() - start:.1f} s ({schedule.words()})", flush=True)
-    print(f"{asked.jobs} jobs, {len(wrong)} wrong {wrong}, {time.monotonic() - begin:.0f} s\n", flush=True)
+    print(f"{arguments.jobs} jobs, {len(wrong)} wrong {wrong}, {time.monotonic() - begin:.0f} s\n", flush=True)
     print(table(rows))
     return 1 if wrong else 0
 

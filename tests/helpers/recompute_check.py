@@ -89,7 +89,7 @@ class Session(Recomputed):
             record = here[name]
             means[place] = self._mean(round_, place, record, given, spans)
             self._same(round_, f"mean of {name}", record["means"], means[place], rounded=self._partly(record))
-        if not any(self.told[name, round_, "final"] for name in owners.values()):
+        if not any(self.recorded[name, round_, "final"] for name in owners.values()):
             if program.scaler and not all(bool(each.isfinite().all()) for found in means.values() for each in found):
                 self.counts["steps skipped"] += 1
                 self.now.values = self._after(self.now.values)
@@ -99,22 +99,22 @@ class Session(Recomputed):
         factor = self._factor(round_, owners, here, scale)
         self.missing = set()
         for place, name in owners.items():
-            told = self.told[name, round_, "final"]
-            if not told:
+            recorded = self.recorded[name, round_, "final"]
+            if not recorded:
                 self.missing.add(place)
                 continue
             expected = [each["means"][bucket] for each in [here[name]] for bucket in range(len(spans))]
             expected = [each * (1.0 / scale) for each in expected] if program.scaler else expected
             if factor is None or not math.isnan(factor):
                 expected = [each * (factor or 1.0) for each in expected]
-                self._same(round_, f"gradient of {name}", told[-1]["grads"], expected, rounded=factor is not None)
+                self._same(round_, f"gradient of {name}", recorded[-1]["grads"], expected, rounded=factor is not None)
             for bucket, (first, count) in enumerate(each[place] for each in spans):
-                finals[bucket][first : first + count] = told[-1]["grads"][bucket]
+                finals[bucket][first : first + count] = recorded[-1]["grads"][bucket]
         self.missing |= set(range(len(members))) - set(owners)
         self.before = self.now.copy()
         self._step(finals, self.view)
         for place, name in owners.items():
-            for record in self.told[name, round_, "stepped"]:
+            for record in self.recorded[name, round_, "stepped"]:
                 ours = [self.now.values[bucket].narrow(0, *each[place]) for bucket, each in enumerate(spans)]
                 self._same(round_, f"step of {name}", record["masters"], ours)
         self.now.values = self._after(self.now.values)
@@ -229,7 +229,7 @@ class Session(Recomputed):
         # As measured at the owners: the ratio of what was used to what was averaged, the same everywhere.
         ratios = []
         for name in owners.values():
-            for record in self.told[name, round_, "final"][-1:]:
+            for record in self.recorded[name, round_, "final"][-1:]:
                 mean = torch.cat(here[name]["means"]).double() / scale
                 used = torch.cat(record["grads"]).double()
                 if float(mean.norm()) > 0:

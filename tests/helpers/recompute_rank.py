@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import FileStore  # torch.distributed has it, bu
 import recompute_recording_apart as apart
 import stormtorch
 from recompute_program import SILENCE_S, Program, Schedule
-from recompute_recording import Board, Book, watch
+from recompute_recording import RankRecording, SharedProgress, watch
 from stormtorch import Options, faults, prepare
 from stormtorch.collectives import Group
 
@@ -34,25 +34,25 @@ def run(schedule: Schedule, folder: str, rank: int, incarnation: int) -> None:
     """Trains. The target of a process; rank -1 joins."""
     torch.set_num_threads(1)
     where = Path(folder)
-    board = Board(where / "board")
+    progress = SharedProgress(where / "board")
     events = schedule.events if incarnation == 0 else ()
     mine = [number for number, each in enumerate(events) if each.rank == rank and each.kind != "join"]
     with (where / f"errors-{rank}-{incarnation}").open("wb") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    book = Book(where / f"book-{rank}-{incarnation}", schedule.events, mine, board)
-    logging.getLogger("stormtorch").addHandler(book)
-    watch(book)
-    apart.watch(book)
-    book.write("starts")
+    recording = RankRecording(where / f"book-{rank}-{incarnation}", schedule.events, mine, progress)
+    logging.getLogger("stormtorch").addHandler(recording)
+    watch(recording)
+    apart.watch(recording)
+    recording.write("starts")
     bad: Any = faults(loss=schedule.program.loss, seed=schedule.seed) if schedule.program.loss else None
     with bad or contextlib.nullcontext():
         try:
-            _train(schedule, where, rank, incarnation, book)
+            _train(schedule, where, rank, incarnation, recording)
         except SystemExit:
-            book.write("left")
+            recording.write("left")
             raise
         except BaseException as error:
-            book.write("failed", words=f"{type(error).__name__}: {error}")
+            recording.write("failed", words=f"{type(error).__name__}: {error}")
             raise
 
 
@@ -69,75 +69,75 @@ def _enter(schedule: Schedule, where: Path, rank: int, incarnation: int) -> Any:
     return Group(stormtorch.connect(store, rank, schedule.ranks, options))
 
 
-def _train(schedule: Schedule, where: Path, rank: int, incarnation: int, book: Book) -> None:
-    program, board = schedule.program, book.board
+def _train(schedule: Schedule, where: Path, rank: int, incarnation: int, recording: RankRecording) -> None:
+    program, progress = schedule.program, recording.progress
     group = _enter(schedule, where, rank, incarnation)
     transport = group.transport
-    book.rank = rank = transport.rank
+    recording.rank = rank = transport.rank
     address = f"127.0.0.1:{transport.cards[rank].reception}"
     (where / f"address-{rank}-{incarnation}").write_text(address)
     model = program.model()
     sessions: list[Any] = []
-    book.write("begins", rank=rank, incarnation=incarnation)
+    recording.write("begins", rank=rank, incarnation=incarnation)
     for number, (module, parameters) in enumerate(program.trained(model)):
         optimizer = program.make(parameters, number)
         prepare(module, optimizer, policy=program.policy(), group=group)
         sessions.append(optimizer)
-        book.order.append(optimizer.session)  # type: ignore[attr-defined]  # `prepare` adds it
+        recording.order.append(optimizer.session)  # type: ignore[attr-defined]  # `prepare` adds it
     for optimizer in sessions:
         if optimizer.session.view.number == 1:
-            apart.view(book, optimizer.session, held=True) if program.diloco else book.view(optimizer.session)
+            apart.view(recording, optimizer.session, held=True) if program.diloco else recording.view(optimizer.session)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=program.scaler)
     first = sessions[0].session
-    while not board.end or first.steps < board.end:
-        board.tell(rank, first.steps)
+    while not progress.end or first.steps < progress.end:
+        progress.report(rank, first.steps)
         time.sleep(STEP_S)
-        _befall(book, first)
-        book.write("iteration", steps=first.steps)
-        for place, part in enumerate(program.parts(model)):
+        _inject_event(recording, first)
+        recording.write("iteration", steps=first.steps)
+        for place, drain in enumerate(program.parts(model)):
             chosen = [sessions[place]] if program.sessions == "models" else sessions
-            _iterate(program, book, model, place, part, chosen, scaler, rank)
+            _iterate(program, recording, model, place, drain, chosen, scaler, rank)
         scaler.update() if program.scaler else None
-    board.tell(rank, first.steps, 2)
+    progress.report(rank, first.steps, 2)
     for optimizer in sessions:
         optimizer.session.wait()
     with contextlib.ExitStack() as stack:
         for module, _ in program.trained(model)[: None if program.sessions == "models" else 1]:
             stack.enter_context(stormtorch.exact(module))
-        book.write("end", steps=first.steps, values=[each.detach().clone() for each in model.parameters()])
-    transport.part()
+        recording.write("end", steps=first.steps, values=[each.detach().clone() for each in model.parameters()])
+    transport.drain()
     transport.close()
 
 
-def _befall(book: Book, session: Any) -> None:
+def _inject_event(recording: RankRecording, session: Any) -> None:
     """Does what is due between two steps, and has a clock do what is due at any moment."""
-    book.reach(session, "rest")
-    event = book.due(session, "rest")
+    recording.reach(session, "rest")
+    event = recording.due(session, "rest")
     if event is not None:
-        book.begin(event, session)
+        recording.begin(event, session)
         if event.kind == "leave":
             time.sleep(event.seconds)
-            book.write("leaves", steps=session.steps)
+            recording.write("leaves", steps=session.steps)
             stormtorch.leave()
             raise SystemExit(0)
-        book.write("paused", seconds=event.seconds)
-        book.board.tell(book.rank, session.steps, 1, event.seconds)
+        recording.write("paused", seconds=event.seconds)
+        recording.progress.report(recording.rank, session.steps, 1, event.seconds)
         os.kill(os.getpid(), signal.SIGSTOP)
-        book.board.tell(book.rank, session.steps)
-    event = book.due(session, "any")
+        recording.progress.report(recording.rank, session.steps)
+    event = recording.due(session, "any")
     if event is not None:
-        book.begin(event, session)
-        timer = threading.Timer(0.004 * (1 + event.place), lambda: book.die(session.steps, "any"))
+        recording.begin(event, session)
+        timer = threading.Timer(0.004 * (1 + event.place), lambda: recording.die(session.steps, "any"))
         timer.daemon = True
         timer.start()
 
 
 def _iterate(
     program: Program,
-    book: Book,
+    recording: RankRecording,
     model: torch.nn.Module,
     place: int,
-    part: torch.nn.Module,
+    drain: torch.nn.Module,
     optimizers: list[Any],
     scaler: Any,
     rank: int,
@@ -147,9 +147,9 @@ def _iterate(
     def compute() -> None:
         scale = float(scaler.get_scale()) if program.scaler else 1.0
         values = [each.detach().clone() for each in model.parameters()]
-        book.write("compute", part=place, steps=steps, rank=rank, scale=scale, values=values)
-        *first, last = program.losses(part, rank, steps, scale, scaler.scale)
-        with part.no_sync():  # type: ignore[operator]  # `prepare` adds it
+        recording.write("compute", drain=place, steps=steps, rank=rank, scale=scale, values=values)
+        *first, last = program.losses(drain, rank, steps, scale, scaler.scale)
+        with drain.no_sync():  # type: ignore[operator]  # `prepare` adds it
             for loss in first:
                 loss().backward()
         last().backward()
@@ -163,7 +163,7 @@ def _iterate(
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
         if program.clip is not None:
-            torch.nn.utils.clip_grad_norm_(part.parameters(), program.clip)
+            torch.nn.utils.clip_grad_norm_(drain.parameters(), program.clip)
         for optimizer in optimizers:
             scaler.step(optimizer) if program.scaler else optimizer.step()
     for optimizer in optimizers:

@@ -19,28 +19,28 @@ import torch
 from recompute_program import Event
 from stormtorch.collectives import Group
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.shard_state import Holding
-from stormtorch.runtime.owner.gradient_reduction import Reduction
-from stormtorch.runtime.owner.parameter_broadcast import Broadcast
+from stormtorch.runtime.memory.shard_state import ShardState
+from stormtorch.runtime.owner.gradient_reduction import GradientReduction
+from stormtorch.runtime.owner.parameter_broadcast import ParameterBroadcast
 from stormtorch.runtime.owner.sharded import ShardedSession
 
-PLACES = 32
+MOST_RANKS = 32
 """Most ranks of a job."""
 EVENTS = 16
 """Most events of a job."""
 _ROW = struct.Struct("qqd")
 
 
-class Board:
+class SharedProgress:
     """A page that all processes of a job share: each rank's steps, what has happened, and the step at which all end."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
-            path.write_bytes(bytes(_ROW.size * (PLACES + 1 + EVENTS)))
+            path.write_bytes(bytes(_ROW.size * (MOST_RANKS + 1 + EVENTS)))
         with path.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), 0)
 
-    def tell(self, place: int, steps: int, state: int = 0, seconds: float = 0.0) -> None:
+    def report(self, place: int, steps: int, state: int = 0, seconds: float = 0.0) -> None:
         """Writes a row: of a rank its steps, what it does (1: it is paused, 2: it has ended), and for how long."""
         _ROW.pack_into(self._page, place * _ROW.size, steps, state, seconds)
 
@@ -51,15 +51,15 @@ class Board:
     @property
     def end(self) -> int:
         """Step at which all end; 0 while nobody knows."""
-        return self.read(PLACES)[0]
+        return self.read(MOST_RANKS)[0]
 
     def happen(self, number: int, steps: int, view: int = 0) -> None:
         """Writes that an event happens, at some step and in some view."""
-        self.tell(PLACES + 1 + number, steps, 1, view)
+        self.report(MOST_RANKS + 1 + number, steps, 1, view)
 
     def happened(self) -> list[tuple[int, int]]:
         """Returns steps and views of the events that have happened: each waits for those before it."""
-        rows = [self.read(PLACES + 1 + number) for number in range(EVENTS)]
+        rows = [self.read(MOST_RANKS + 1 + number) for number in range(EVENTS)]
         return [(steps, int(view)) for steps, there, view in rows if there]
 
     def reaches(self, events: Sequence[Event], number: int, steps: int) -> bool:
@@ -70,7 +70,7 @@ class Board:
         return not number or steps - happened[-1][0] >= events[number].step - events[number - 1].step
 
 
-class Book(logging.Handler):
+class RankRecording(logging.Handler):
     """Writes records to a file, each at once, so that a process that is killed leaves what it has given.
 
     Args:
@@ -80,12 +80,12 @@ class Book(logging.Handler):
         board: What has happened so far.
     """
 
-    def __init__(self, path: Path, events: Sequence[Event], mine: list[int], board: Board) -> None:
+    def __init__(self, path: Path, events: Sequence[Event], mine: list[int], progress: SharedProgress) -> None:
         super().__init__(logging.INFO)
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self._events, self._mine = events, mine
-        self.board = board
+        self.progress = progress
         self.rank = -1
         self.order: list[Any] = []
         """Sessions, in the order in which they were prepared."""
@@ -110,9 +110,9 @@ class Book(logging.Handler):
             event, members = self._events[number], len(session.view.members)
             if event.point != point or members < event.members:
                 continue
-            unseen = sum(view >= session.view.number for _, view in self.board.happened())
+            unseen = sum(view >= session.view.number for _, view in self.progress.happened())
             enough = not unseen or 2 * (members - unseen - 1) > members
-            if enough and self.board.reaches(self._events, number, session.steps):
+            if enough and self.progress.reaches(self._events, number, session.steps):
                 return event
         return None
 
@@ -120,7 +120,7 @@ class Book(logging.Handler):
         """Writes that an event happens."""
         number = next(each for each in self._mine if self._events[each] is event)
         self._mine.remove(number)
-        self.board.happen(number, session.steps, session.view.number)
+        self.progress.happen(number, session.steps, session.view.number)
 
     def reach(self, session: Any, point: str, place: int = 0) -> None:
         """Dies here if it is time."""
@@ -165,7 +165,7 @@ class Book(logging.Handler):
 
     def view(self, session: Any, **what: Any) -> None:
         """Writes down what this rank has at the beginning of a view."""
-        cut = session._cutting.now
+        cut = session._partitioner.now
         standby = session._standby
         self.write(
             "view",
@@ -177,86 +177,88 @@ class Book(logging.Handler):
             elements=[bucket.layout.elements for bucket in session.buckets],
             spans=[layout.spans for layout in cut.layouts],
             per_chunk=[wire.per_chunk for wire in session._broadcast.wires],
-            own=_held(session._shards.holding()),
-            followed=None if standby is None else _held(standby.holding()),
+            own=_held(session._shards.shard_state()),
+            followed=None if standby is None else _held(standby.shard_state()),
             flats=[bucket.flat.clone() for bucket in session.buckets],
             **what,
         )
 
 
-def _held(holding: Holding) -> dict[str, Any]:
+def _held(shard_state: ShardState) -> dict[str, Any]:
     states = {
         (bucket, piece.first, piece.count): {
             name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in holding.state_of(bucket, piece).items()
+            for name, value in shard_state.state_of(bucket, piece).items()
         }
-        for bucket, layout in enumerate(holding.layouts)
-        for piece in layout.pieces(holding.shard)
+        for bucket, layout in enumerate(shard_state.layouts)
+        for piece in layout.pieces(shard_state.shard)
     }
-    return {"shard": holding.shard, "masters": [each.clone() for each in holding.masters], "states": states}
+    return {"shard": shard_state.shard, "masters": [each.clone() for each in shard_state.masters], "states": states}
 
 
-def watch(book: Book) -> None:
+def watch(recording: RankRecording) -> None:
     """Has sessions of this process, which begin from now on, write into a book what they give and get."""
-    given_before, sent_before = Reduction.start, Broadcast._published
+    contribute_before, sent_before = GradientReduction.start, ParameterBroadcast._published
     kind: Any = ShardedSession
     before = {name: getattr(kind, name) for name in ("_round", "_begin_view", "_tell", "gradients_final", "after_step")}
     before |= {name: getattr(kind, name) for name in ("_passed", "change")}
 
     def start(self: Any, bucket: Bucket) -> None:
         session = self.book_session
-        book.write("given", **book.of(session), bucket=bucket.index, grads=bucket.grads.clone())
-        given_before(self, bucket)
-        book.reach(session, "bucket", len(self._begun))
+        recording.write("given", **recording.of(session), bucket=bucket.index, grads=bucket.grads.clone())
+        contribute_before(self, bucket)
+        recording.reach(session, "bucket", len(self._begun))
 
     def published(self: Any, bucket: Bucket, lead: float) -> torch.Tensor:
         found = sent_before(self, bucket, lead)
         session = self.book_session
         own = {"masters": bucket.masters.clone(), "values": found.clone(), "lead": lead}
-        book.write("sent", **book.of(session), bucket=bucket.index, **own)
-        book.reach(session, "sending", len(self._begun))
+        recording.write("sent", **recording.of(session), bucket=bucket.index, **own)
+        recording.reach(session, "sending", len(self._begun))
         return found
 
     def round_(self: Any, row: Any) -> bool:
         if not before["_round"](self, row):
             return False
         means = [bucket.own_grads.clone() for bucket in self.buckets]
-        book.write("round", **book.of(self), view=self.view.number, masks=book.took(self, "up"), means=means)
-        book.reach(self, "reduced")
+        recording.write(
+            "round", **recording.of(self), view=self.view.number, masks=recording.took(self, "up"), means=means
+        )
+        recording.reach(self, "reduced")
         return True
 
     def begin_view(self: Any, followed: Any) -> None:
         before["_begin_view"](self, followed)
-        book.listen(self)
+        recording.listen(self)
 
-    def tell(self: Any, cut: Any, after: Any, moved: Any, hello: Any) -> None:
+    def report(self: Any, cut: Any, after: Any, moved: Any, hello: Any) -> None:
         before["_tell"](self, cut, after, moved, hello)
         lacks = {"lost": moved.lost, "late": moved.late, "unequal": moved.unequal}
-        book.view(self, before=cut.members, spans_before=[each.spans for each in cut.layouts], **lacks)
+        recording.view(self, before=cut.members, spans_before=[each.spans for each in cut.layouts], **lacks)
 
     def final(self: Any, *, within: bool = False) -> None:
         grads = [bucket.step_grads.clone() for bucket in self.buckets]
-        book.reach(self, "taking")
-        book.write("final", **book.of(self), grads=grads)
+        recording.reach(self, "taking")
+        recording.write("final", **recording.of(self), grads=grads)
         before["gradients_final"](self, within=within)
-        book.reach(self, "stepping")
+        recording.reach(self, "stepping")
 
     def after_step(self: Any) -> None:
         masters = [bucket.masters.clone() for bucket in self.buckets]
-        book.write("stepped", **book.of(self), masters=masters)
+        recording.write("stepped", **recording.of(self), masters=masters)
         before["after_step"](self)
 
     def passed(self: Any) -> None:
         before["_passed"](self)
         flats = [bucket.flat.clone() for bucket in self.buckets]
-        book.write("arrived", **book.of(self), masks=book.took(self, "down"), flats=flats)
-        book.reach(self, "arrived")
+        recording.write("arrived", **recording.of(self), masks=recording.took(self, "down"), flats=flats)
+        recording.reach(self, "arrived")
 
     def change(self: Any) -> bool:
         held = before["change"](self)
-        book.write("changed", **book.of(self), held=held)
+        recording.write("changed", **recording.of(self), held=held)
         return bool(held)
 
-    Reduction.start, Broadcast._published = start, published  # type: ignore[method-assign]
-    kind._round, kind._begin_view, kind._tell, kind.gradients_final = round_, begin_view, tell, final
+    GradientReduction.start, ParameterBroadcast._published = start, published  # type: ignore[method-assign]
+    kind._round, kind._begin_view, kind._tell, kind.gradients_final = round_, begin_view, report, final
     kind.after_step, kind._passed, kind.change = after_step, passed, change

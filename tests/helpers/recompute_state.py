@@ -44,7 +44,7 @@ class Recomputed:
         # Of each process: its records of this session, and those of no session.
         self.views: dict[int, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
         self.rounds: dict[int, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
-        self.told: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
+        self.recorded: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
         self.ranks: dict[str, int] = {}
         for process in processes:
             self._read(process)
@@ -70,7 +70,7 @@ class Recomputed:
             elif kind == "round":
                 self.rounds[record["round"]].append((process.name, record))
             else:
-                self.told[process.name, record["round"], kind].append(record)
+                self.recorded[process.name, record["round"], kind].append(record)
 
     # --- parameters and buckets ---------------------------------------------------------------------------------------
 

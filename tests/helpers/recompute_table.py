@@ -9,7 +9,7 @@ from typing import TypedDict
 from recompute_program import Schedule
 
 
-class Row(TypedDict):
+class JobResult(TypedDict):
     """A job, by its seed and the kinds from which it was drawn."""
 
     seed: int
@@ -30,7 +30,7 @@ def kind_of(schedule: Schedule) -> str:
     return "GradScaler" if program.scaler else "DiLoCo" if program.diloco else "closure" if program.closure else "plain"
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[JobResult]) -> str:
     """Returns the table, by kind of job and in all."""
     lines = [
         "| jobs | | rounds | views | same bits | rounding | something lost, and said | longest silent wait | wrong |",
@@ -41,7 +41,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, _line("all", rows)])
 
 
-def _line(title: str, rows: Sequence[Row]) -> str:
+def _line(title: str, rows: Sequence[JobResult]) -> str:
     total: Counter[str] = Counter()
     for row in rows:
         total.update(row["counts"])
@@ -53,5 +53,5 @@ def _line(title: str, rows: Sequence[Row]) -> str:
     return f"| {title} | " + " | ".join(map(str, figures)) + f" | {wait:.1f} s | {len(rows) - len(right)} |"
 
 
-def _any(row: Row, what: str) -> bool:
+def _any(row: JobResult, what: str) -> bool:
     return any(count for name, count in row["counts"].items() if name.startswith(what))

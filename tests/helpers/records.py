@@ -9,7 +9,7 @@ from stormtorch.watch.job import Job
 START = 1_700_000_000.0
 
 
-def told(
+def make_records(
     world: int = 4,
     *,
     seconds: int = 20,

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, but
 import stormtorch
 from reference import reduced, same_bits, values
 from stormtorch.collectives import Group, Op, all_reduce, barrier, reduce_scatter
-from stormtorch.joining.rendezvous import connect, rejoin, returned
+from stormtorch.joining.rendezvous import connect, newer_card, rejoin
 from stormtorch.udp.udp import UdpTransport
 
 ELEMENTS = 300_000  # several datagrams, also of 64 KB
@@ -77,19 +77,19 @@ class Rank:
     def readmit(self, peer: int) -> dict[str, Any]:
         """Waits until another process has taken a peer's place, and goes on with it."""
         transport = self.transport
-        give_up_at = time.monotonic() + 20.0
-        while (card := returned(transport.store, peer, transport.incarnation(peer), prefix=transport.prefix)) is None:
-            assert time.monotonic() < give_up_at, f"rank {peer} did not return"
+        deadline = time.monotonic() + 20.0
+        while (card := newer_card(transport.store, peer, transport.incarnation(peer), prefix=transport.prefix)) is None:
+            assert time.monotonic() < deadline, f"rank {peer} did not return"
             time.sleep(0.02)
         transport.readmit(peer, card)
-        again = returned(transport.store, peer, transport.incarnation(peer), prefix=transport.prefix)
+        again = newer_card(transport.store, peer, transport.incarnation(peer), prefix=transport.prefix)
         return {"incarnation": card.incarnation, "again": again is not None}
 
     def await_return(self, peer: int, above: int) -> dict[str, Any]:
         """Waits until this rank has readmitted a newer process by itself, as a view told it to."""
-        give_up_at = time.monotonic() + 20.0
+        deadline = time.monotonic() + 20.0
         while self.transport.incarnation(peer) <= above:
-            assert time.monotonic() < give_up_at, f"rank {peer} did not return"
+            assert time.monotonic() < deadline, f"rank {peer} did not return"
             time.sleep(0.02)
         return {"incarnation": self.transport.incarnation(peer)}
 
@@ -123,8 +123,8 @@ def main() -> None:
     rank = Rank(open_transport(how))
     say({"up": True})
     for line in sys.stdin:
-        told = json.loads(line)
-        say(getattr(rank, told[0])(*told[1:]))
+        request = json.loads(line)
+        say(getattr(rank, request[0])(*request[1:]))
     if how["torch"]:
         dist.destroy_process_group()
     else:

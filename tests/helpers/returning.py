@@ -68,7 +68,7 @@ def with_a_rank_that_returns(
             step(model, optimizer)
         with exact(model):
             seen = look(model)
-        transport.part()
+        transport.drain()
         transport.close()
         return seen
 

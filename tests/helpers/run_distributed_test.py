@@ -47,11 +47,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="words, separated by commas; tests whose name has one of them")
     parser.add_argument("--json", type=Path, help="where to write the names of what passed, failed and was skipped")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no test after so long")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="storm-distributed-test-")
     os.environ |= {
-        "BACKEND": asked.gates,
-        "WORLD_SIZE": str(asked.world),
+        "BACKEND": arguments.gates,
+        "WORLD_SIZE": str(arguments.world),
         "INIT_METHOD": f"file://{folder}/shared",
         "TEMP_DIR": folder,
         "MASTER_ADDR": "127.0.0.1",
@@ -63,7 +63,7 @@ def main() -> int:
     import torch.distributed as dist
     from torch.testing._internal.distributed import distributed_test
 
-    distributed_test.BACKEND = asked.backend
+    distributed_test.BACKEND = arguments.backend
     unlock(dist)
     # Its children are forked, so the class need not be found again by name.
     base: Any = distributed_test.DistributedTest._DistTestBase
@@ -75,23 +75,23 @@ def main() -> int:
 
         def _test_accumulate_gradients_no_sync(self, *args: Any, **settings: Any) -> None:
             # The group exists already; from here on the name only chooses between CPU and GPU.
-            assert dist.get_backend() == asked.backend
+            assert dist.get_backend() == arguments.backend
             distributed_test.BACKEND = "gloo"
             super()._test_accumulate_gradients_no_sync(*args, **settings)
 
     names = unittest.TestLoader().getTestCaseNames(DistributedTests)
-    wanted = [word for word in asked.only.split(",") if word]
-    if asked.loss:
+    wanted = [word for word in arguments.only.split(",") if word]
+    if arguments.loss:
         from stormtorch import faults
 
         # Before the fork: faults strike in every process that receives.
-        faults(loss=asked.loss).__enter__()
+        faults(loss=arguments.loss).__enter__()
     outcome: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": [], "left": []}
     begin = time.monotonic()
     for name in names:
         if wanted and not any(word in name for word in wanted):
             continue
-        if time.monotonic() - begin > asked.seconds:
+        if time.monotonic() - begin > arguments.seconds:
             outcome["left"].append(name)
             continue
         result = unittest.TestResult()
@@ -104,9 +104,9 @@ def main() -> int:
         for _, text in result.failures + result.errors:
             print("    " + "\n    ".join(text.strip().splitlines()[-6:]), flush=True)
     print({kind: len(each) for kind, each in outcome.items()})
-    if asked.json:
-        asked.json.write_text(
-            json.dumps({"world": asked.world, "backend": asked.backend, "loss": asked.loss} | outcome)
+    if arguments.json:
+        arguments.json.write_text(
+            json.dumps({"world": arguments.world, "backend": arguments.backend, "loss": arguments.loss} | outcome)
         )
     return 1 if outcome["failed"] else 0
 

@@ -11,14 +11,14 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from rich.console import Console, RenderableType
 
-from records import job_of, told
+from records import job_of, make_records
 from stormtorch.cli.tables import doctor, ledger, postmortem
 from stormtorch.cli.tables.watch import screen
 from stormtorch.doctor.advice import advise, predict_cost
-from stormtorch.doctor.examination import Examination, Link, Rank
+from stormtorch.doctor.examination import DirectedLink, Examination, Rank
 from stormtorch.doctor.verdict import examine
-from stormtorch.telemetry.histories import Account
-from stormtorch.telemetry.postmortem import find, read_flights
+from stormtorch.telemetry.histories import RankHistory
+from stormtorch.telemetry.postmortem import find, read_flight_records
 from stormtorch.theory import predict
 from stormtorch.watch.snapshot_json import snapshot
 from stormtorch_lab.bench.convergence import ConvergenceReport, ConvergenceSettings, Curve, Point
@@ -26,7 +26,7 @@ from stormtorch_lab.bench.ddp import DdpReport, StepResult
 from stormtorch_lab.bench.latency import LatencyReport
 from stormtorch_lab.bench.results import AllReduceReport, AllReduceResult
 from stormtorch_lab.bench.services.colocate_results import ColocateReport
-from stormtorch_lab.bench.sharing.fairness import MannersReport
+from stormtorch_lab.bench.sharing.fairness import FairnessReport
 from stormtorch_lab.bench.sweep import SweepReport
 from stormtorch_lab.cli.race import Race
 from stormtorch_lab.cli.tables import bench, chaos, colocate, lab, simulate, steps, theory, train
@@ -38,7 +38,7 @@ from stormtorch_lab.studies.chaos.invariants import Check
 from stormtorch_lab.studies.chaos.logs import History
 from stormtorch_lab.studies.chaos.report import ChaosReport
 from stormtorch_lab.studies.chaos.settings import ChaosSettings
-from stormtorch_lab.studies.chaos.timeline import Recovery, Struck
+from stormtorch_lab.studies.chaos.timeline import InjectedFault, Recovery
 from stormtorch_lab.studies.results import SimReport, SimResult, TrainReport, TrainResult
 from stormtorch_lab.studies.settings import LmSettings, SimSettings
 
@@ -108,7 +108,7 @@ def _latency() -> Show:
 
 
 def _manners() -> Show:
-    return printed(bench.manners_table(made(MannersReport, kept("lab-manners"))))
+    return printed(bench.fairness_table(made(FairnessReport, kept("lab-manners"))))
 
 
 def _colocate() -> Show:
@@ -198,8 +198,8 @@ def _simulate() -> Show:
                 more: dict[str, Any] = {"workers": 64, "lag": {0: 0.9, 1: 0.1}, "drift_curve": [], "lead": 0.111}
                 more |= {"broadcast_lost": 0.1, "fetched": 123, "how": "cpu", "at_once": 64, "peak_bytes": memory}
                 results = [SimResult(**dataclasses.asdict(each), **more) for each in report.results]
-                asked = {"params": 117_056, "data": {"data": report.asked["data"]}}
-                found = SimReport(settings, asked, report.measured, report.conditions, results)
+                requested = {"params": 117_056, "data": {"data": report.requested["data"]}}
+                found = SimReport(settings, requested, report.measured, report.conditions, results)
                 simulate.show_simulation(found, console)
 
     return show
@@ -222,7 +222,9 @@ def _chaos() -> Show:
         start_s=100.0,
         finish_s=160.0,
         recoveries=[
-            Recovery(Struck(fault, 100 + fault.at_s, 100 + fault.ends_s), 1.25, 12.5 if fault.kind != "link" else None)
+            Recovery(
+                InjectedFault(fault, 100 + fault.at_s, 100 + fault.ends_s), 1.25, 12.5 if fault.kind != "link" else None
+            )
             for fault in faults
         ],
         planned=5,
@@ -252,10 +254,10 @@ def _examined(world: int, host: Callable[[int], str]) -> Examination:
         for each in range(world)
     }
     links = {
-        (source, target): Link(
+        (source, target): DirectedLink(
             source=source,
             target=target,
-            heard=(source, target) != (0, 1),
+            received=(source, target) != (0, 1),
             tcp=True,
             lost="0000000001" * 200 if target == world - 1 else "0" * 2000,
             round_trips_s=(1.234e-1,) * 20 + (2.345e-1,) * 20,
@@ -294,7 +296,7 @@ def _ledger() -> Show:
     steps_of = {"step": 9, "steps": 10, "seconds": 1.234, "gradient_wait_s": 0.234, "broadcast_wait_s": 0.123}
     steps_of |= {"view_wait_s": 0.012, "bytes_sent": 123_456_789, "arrived": 0.8765, "pair_drift": 1.2e-6}
     accounts = [
-        Account(
+        RankHistory(
             name,
             rank,
             entries=[steps_of | {"pair_bound": 2.3e-6, "gradients": {"1": 0.61, "2": 0.87}}],
@@ -302,7 +304,7 @@ def _ledger() -> Show:
         )
         for rank, name in enumerate(("rank 0", "rank 1", "ledger-of-the-first-day.jsonl"))
     ]
-    return lambda console: ledger.show_accounts(accounts, console)
+    return lambda console: ledger.show_histories(accounts, console)
 
 
 def _postmortem() -> Show:
@@ -317,12 +319,12 @@ def _postmortem() -> Show:
             done = [operation(1, "all_reduce", [4096, 1024]), operation(2, last, [123, 45, 6789])]
             path = Path(folder, f"storm-flight-world-rank{rank}-1.json")
             path.write_text(json.dumps(content | {"error": f"rank {rank}: timed out", "operations": done}))
-        findings = find(read_flights([Path(folder)]))
-    return lambda console: postmortem.show_findings(findings, console)
+        findings = find(read_flight_records([Path(folder)]))
+    return lambda console: postmortem.show_failures(findings, console)
 
 
 def _watch() -> Show:
-    job = job_of(told(8, loss=lambda sender, receiver: 0.123 if receiver == 3 else 0.001))
+    job = job_of(make_records(8, loss=lambda sender, receiver: 0.123 if receiver == 3 else 0.001))
     return printed(screen(snapshot(job, job.arrived + 1.0, "runs/today")))
 
 
@@ -330,7 +332,7 @@ SHOWN: dict[str, Callable[[], Show]] = {
     "race._table": _race,
     "tables.bench.allreduce_table": _allreduce,
     "tables.bench.latency_table": _latency,
-    "tables.bench.manners_table": _manners,
+    "tables.bench.fairness_table": _manners,
     "tables.bench.sweep_table": _sweep,
     "tables.chaos.invariant_table": _chaos,
     "tables.chaos.recovery_table": _chaos,

@@ -73,9 +73,9 @@ def _rank(member: Member, world: World, seed: int, calls: int, most_bytes: int) 
     backend = {each: dist.new_group(list(each)) for each in program.groups(member.world)}
     default: Any = dist.distributed_c10d._get_default_group()
     transport = default.group.transport
-    give_up_at = time.monotonic() + 30.0
+    deadline = time.monotonic() + 30.0
     while len(transport.near()) < world.neighbours:
-        assert time.monotonic() < give_up_at, f"shares memory with {transport.near()} only"
+        assert time.monotonic() < deadline, f"shares memory with {transport.near()} only"
         time.sleep(0.001)
     dist.barrier()
     found = array("q", [ABSENT]) * calls
@@ -106,7 +106,7 @@ def run(world: World, seed: int, calls: int, *, most_bytes: int = program.MOST_B
     """Runs a program in a world."""
     begin = time.monotonic()
     with _lab(world) as lab:
-        told = run_ranks(
+        by_rank_results = run_ranks(
             _rank,
             RANKS,
             (world, seed, calls, most_bytes),
@@ -114,10 +114,12 @@ def run(world: World, seed: int, calls: int, *, most_bytes: int = program.MOST_B
             lab=lab,
             per_host=RANKS // world.hosts,
         )
-    assert all(near == world.neighbours for _, _, near in told), f"{world.name}: {told[0][2]} neighbours"
-    shared_bytes = sum(each[1] for each in told)
+    assert all(near == world.neighbours for _, _, near in by_rank_results), (
+        f"{world.name}: {by_rank_results[0][2]} neighbours"
+    )
+    shared_bytes = sum(each[1] for each in by_rank_results)
     assert (shared_bytes > 0) == world.shared_memory, f"{world.name}: {shared_bytes} bytes passed through memory"
-    return Results(world, [each[0] for each in told], shared_bytes, time.monotonic() - begin)
+    return Results(world, [each[0] for each in by_rank_results], shared_bytes, time.monotonic() - begin)
 
 
 @dataclass
@@ -174,11 +176,11 @@ def main() -> int:
     parser.add_argument("--program", type=int, default=10_000, help="calls of one program; each has a seed of its own")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first program")
     parser.add_argument("--worlds", default=",".join(WORLDS), help="worlds, separated by commas")
-    asked = parser.parse_args()
-    worlds = [WORLDS[name] for name in asked.worlds.split(",")]
+    arguments = parser.parse_args()
+    worlds = [WORLDS[name] for name in arguments.worlds.split(",")]
     begin, done, wrong = time.monotonic(), 0, list[str]()
-    for seed in range(asked.seed, asked.seed + -(-asked.collectives // asked.program)):
-        calls = min(asked.program, asked.collectives - done)
+    for seed in range(arguments.seed, arguments.seed + -(-arguments.collectives // arguments.program)):
+        calls = min(arguments.program, arguments.collectives - done)
         wrong += check(seed, calls, worlds)
         done += calls
         print(f"{done} collectives in {len(worlds)} worlds, {time.monotonic() - begin:.0f} s", flush=True)

@@ -123,8 +123,8 @@ def _work(line: Connection, rank: int, store_path: str) -> None:
         alive, phase, rounds[0] = line.recv(), phase + 1, 0
     transport.close()
     after = _left()
-    give_up_at = time.monotonic() + 3.0
-    while after["threads"] > before["threads"] and time.monotonic() < give_up_at:
+    deadline = time.monotonic() + 3.0
+    while after["threads"] > before["threads"] and time.monotonic() < deadline:
         time.sleep(0.01)
         after = _left()
     line.send(("closed", before, after))
@@ -150,7 +150,7 @@ class Job:
             there.close()
             self.lines[rank], self.processes[rank] = here, process
 
-    def hear(self, ranks: list[int], what: str, within_s: float) -> dict[int, tuple[Any, ...]]:
+    def receive(self, ranks: list[int], what: str, within_s: float) -> dict[int, tuple[Any, ...]]:
         """Waits for a message of one kind from each of these ranks."""
         found: dict[int, tuple[Any, ...]] = {}
         end = time.monotonic() + within_s
@@ -173,7 +173,7 @@ class Job:
             while True:
                 for rank in ranks:
                     self.lines[rank].send("rounds")
-                now = {rank: message[1] for rank, message in self.hear(ranks, "rounds", 30.0).items()}
+                now = {rank: message[1] for rank, message in self.receive(ranks, "rounds", 30.0).items()}
                 if all(now[rank] > counts.get(rank, 0) for rank in ranks):
                     counts = now
                     break
@@ -196,7 +196,7 @@ def run_job(seed: int, kills: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         job = Job(folder, f"store{seed}")
         try:
-            nonces = {rank: message[1] for rank, message in job.hear(list(range(RANKS)), "ready", START_S).items()}
+            nonces = {rank: message[1] for rank, message in job.receive(list(range(RANKS)), "ready", START_S).items()}
             alive = list(range(RANKS))
             for kill in range(kills):
                 job.progress(alive)
@@ -211,7 +211,7 @@ def run_job(seed: int, kills: int) -> list[float]:
                 killed = time.monotonic()
                 os.kill(job.processes[victim].pid, signal.SIGKILL)
                 alive.remove(victim)
-                raised = job.hear(alive, "raised", SILENCE_S + SLACK_S)
+                raised = job.receive(alive, "raised", SILENCE_S + SLACK_S)
                 for rank, (_, at, errors) in raised.items():
                     culprits = {culprit for culprit, _ in errors}
                     assert culprits == {victim}, f"rank {rank} blames {culprits} instead of {victim}: {errors}"
@@ -224,7 +224,7 @@ def run_job(seed: int, kills: int) -> list[float]:
                     job.lines[rank].send(list(alive))
             for rank in alive:
                 job.lines[rank].send(None)
-            for rank, (_, before, after) in job.hear(alive, "closed", 20.0).items():
+            for rank, (_, before, after) in job.receive(alive, "closed", 20.0).items():
                 # Fewer threads may be left: some of torch's own end by themselves.
                 left = {what: count for what, count in after.items() if count > before[what]}
                 assert not left, f"rank {rank} left something: {before} before, {after} after"

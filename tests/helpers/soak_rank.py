@@ -22,7 +22,7 @@ INCOMPLETE = -1
 ABSENT = -2
 """In place of a checksum: this rank took no part."""
 
-_WITH_ROOMS = ("all_gather", "all_to_all", "gather")
+_WITH_BUFFERS = ("all_gather", "all_to_all", "gather")
 _WITH_PARTS = ("reduce_scatter", "all_to_all", "scatter")
 _TORCH_OPS = {
     Op.SUM: dist.ReduceOp.SUM,
@@ -99,10 +99,10 @@ class Runner:
                 begun.remove(each)
                 keep(each[0], _end(each))
         except Exception:
-            self._give_up(begun, left)
+            self._abort(begun, left)
             raise
 
-    def _give_up(self, begun: list[Begun], left: list[Call]) -> None:
+    def _abort(self, begun: list[Begun], left: list[Call]) -> None:
         """Cancels what was begun, and begins and cancels the rest, so that no other rank waits for this one."""
         for each in (*begun, *(each for call in left if (each := self._try(call)) is not None)):
             if isinstance(each[1], storm.Pending):
@@ -131,7 +131,7 @@ class Runner:
         me, root = call.members.index(self.rank), call.root
         lossy: dict[str, Any] = {"reliability": call.reliability}
         own = program.values(self.rank, call)
-        rooms = [torch.zeros_like(own) for _ in range(n)] if call.kind in _WITH_ROOMS else []
+        buffers = [torch.zeros_like(own) for _ in range(n)] if call.kind in _WITH_BUFFERS else []
         parts = [program.values(self.rank, call, part) for part in range(n)] if call.kind in _WITH_PARTS else []
         match call.kind:
             case "all_reduce":
@@ -142,15 +142,15 @@ class Runner:
             case "reduce_scatter":
                 return call, storm.reduce_scatter(group, own, parts, call.op, **lossy), [own]
             case "all_gather":
-                return call, storm.all_gather(group, rooms, own, **lossy), rooms
+                return call, storm.all_gather(group, buffers, own, **lossy), buffers
             case "all_to_all":
-                return call, storm.all_to_all(group, rooms, parts, **lossy), rooms
+                return call, storm.all_to_all(group, buffers, parts, **lossy), buffers
             case "broadcast":
                 return call, storm.broadcast(group, own, root, **lossy), [own]
             case "reduce":
                 return call, storm.reduce(group, own, root, call.op, **lossy), [own]
             case "gather":
-                into = rooms if me == root else None
+                into = buffers if me == root else None
                 return call, storm.gather(group, own, into, root, **lossy), into or []
             case "scatter":
                 return call, storm.scatter(group, own, parts if me == root else None, root, **lossy), [own]
@@ -168,27 +168,27 @@ class Runner:
         group, n, op = self._backend[call.members], len(call.members), _TORCH_OPS[call.op]
         me, root = call.members.index(self.rank), call.members[call.root]
         own = program.values(self.rank, call)
-        rooms = [torch.zeros_like(own) for _ in range(n)] if call.kind in _WITH_ROOMS else []
+        buffers = [torch.zeros_like(own) for _ in range(n)] if call.kind in _WITH_BUFFERS else []
         parts = [program.values(self.rank, call, part) for part in range(n)] if call.kind in _WITH_PARTS else []
-        asked: dict[str, Any] = {"group": group, "async_op": True}
+        options: dict[str, Any] = {"group": group, "async_op": True}
         match call.kind:
             case "all_reduce":
-                return call, dist.all_reduce(own, op, **asked), [own]
+                return call, dist.all_reduce(own, op, **options), [own]
             case "reduce_scatter":
-                return call, dist.reduce_scatter(own, parts, op, **asked), [own]
+                return call, dist.reduce_scatter(own, parts, op, **options), [own]
             case "all_gather":
-                return call, dist.all_gather(rooms, own, **asked), rooms
+                return call, dist.all_gather(buffers, own, **options), buffers
             case "all_to_all":
-                return call, dist.all_to_all(rooms, parts, **asked), rooms
+                return call, dist.all_to_all(buffers, parts, **options), buffers
             case "broadcast":
-                return call, dist.broadcast(own, root, **asked), [own]
+                return call, dist.broadcast(own, root, **options), [own]
             case "reduce":
-                return call, dist.reduce(own, root, op, **asked), [own]
+                return call, dist.reduce(own, root, op, **options), [own]
             case "gather":
-                into = rooms if me == call.root else None
-                return call, dist.gather(own, into, root, **asked), into or []
+                into = buffers if me == call.root else None
+                return call, dist.gather(own, into, root, **options), into or []
             case "scatter":
-                return call, dist.scatter(own, parts if me == call.root else None, root, **asked), [own]
+                return call, dist.scatter(own, parts if me == call.root else None, root, **options), [own]
             case "pair" if me == call.root:
                 return call, dist.isend(own, call.members[call.target], group=group, tag=call.tag), []
             case "pair" if me == call.target:
@@ -196,7 +196,7 @@ class Runner:
             case "pair":
                 return call, None, []
             case _:
-                return call, dist.barrier(**asked), []
+                return call, dist.barrier(**options), []
 
 
 def _has_several(begun: Begun) -> bool:

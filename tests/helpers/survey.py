@@ -91,28 +91,28 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--json", type=Path, default=_RESULTS, help="where results go; those of others stay")
     parser.add_argument("--write", type=Path, help="page to write")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     warm_start.PRELOADED += [each for each in libraries() if each == "pytorch_optimizer"]
     warm_start.use()
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    known: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     versions: dict[str, str] = known.pop("versions", {})
     # Where all cases have one verdict, a file may say it once.
     known = {key: dict.fromkeys(CASES, each["all"]) if "all" in each else each for key, each in known.items()}
     wrong = []
-    for library in asked.libraries:
+    for library in arguments.libraries:
         for name in IDIOMS if library == "idioms" else subjects(library):
-            if asked.only and name not in asked.only:
+            if arguments.only and name not in arguments.only:
                 continue
             key = f"{library}/{name}"
-            known[key] = found = survey(library, name, asked.cases)
+            known[key] = found = survey(library, name, arguments.cases)
             print(key, {case: " ".join(each)[:160] for case, each in found.items()}, flush=True)
             if library in PACKAGES:
                 versions[library] = version(PACKAGES[library][0])
-            asked.json.write_text(_lines(known, versions))
+            arguments.json.write_text(_lines(known, versions))
             wrong += [key for each in found.values() if each[0] not in FINE]
-    if asked.write:
-        asked.write.write_text(page(known, versions))
+    if arguments.write:
+        arguments.write.write_text(page(known, versions))
     print(f"{len(known)} subjects; neither right nor refused: {sorted(set(wrong))}")
     return 1 if wrong else 0
 

@@ -155,7 +155,7 @@ def _simulated(subject: Subject, world: int, victim: int | None) -> Found:
         for each in loop.optimizers:
             each.session.wait()
         if rank == victim:
-            network.set_dark(rank, True)
+            network.set_unreachable(rank, True)
             return
         found.values[rank] = _values(loop)
 
@@ -174,14 +174,14 @@ def _over_loopback(subject: Subject, case: str) -> Found:
     world = 2 if joins else 3
     model = subject.model()
     found, errors, stage = Found(), [], {"steps": 0, "address": ""}
-    came = threading.Event()
+    joined = threading.Event()
 
     def body(place: int) -> None:
         try:
             live(place)
         except BaseException as error:
             errors.append(error)
-            came.set()
+            joined.set()
 
     def live(place: int) -> None:
         new = copy.deepcopy(model)
@@ -191,7 +191,7 @@ def _over_loopback(subject: Subject, case: str) -> Found:
             group = stormtorch.join(str(stage["address"]), _OPTIONS)
             transport: Any = group.transport
             loop = _begin(subject, new, transport.rank, group)
-            came.set()
+            joined.set()
         else:
             transport = connect(store, place, world, _OPTIONS)
             if place == 0:
@@ -203,7 +203,7 @@ def _over_loopback(subject: Subject, case: str) -> Found:
                 transport.close(0.2)
                 transport = connect(store, place, world, replace(_OPTIONS, rejoin=True))
                 loop = _begin(subject, copy.deepcopy(model), place, Group(transport))
-                came.set()
+                joined.set()
         session = loop.optimizer.session
         end = time.monotonic() + _WITHIN_S
         while session.view.number == 1 or len(session.view.members) < 3:
@@ -217,7 +217,7 @@ def _over_loopback(subject: Subject, case: str) -> Found:
         found.values[transport.rank] = _values(loop)
         if transport.rank == 0:
             found.steps = until
-        transport.part()
+        transport.drain()
         transport.close()
 
     def train(loop: Loop, step: int) -> None:

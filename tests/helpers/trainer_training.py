@@ -63,7 +63,7 @@ def main() -> None:
         evaluated = again.evaluate()["eval_loss"]
     session = again.optimizer.optimizer.session
     read = GPT2LMHeadModel.from_pretrained(latest)
-    told = {
+    report = {
         "rank": dist.get_rank(),
         "wrapped": type(again.model_wrapped).__name__,
         "saved": bool(torch.equal(flat(read), end)),
@@ -74,7 +74,7 @@ def main() -> None:
         "evaluated": evaluated,
         "arrived": session.ledger.summary()["arrived"],
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(report), flush=True)
     dist.destroy_process_group()
 
 

@@ -23,8 +23,8 @@ OPTIONS = Options(silence_s=2.0, timeout_s=60.0, linger_s=0.2, spare_ranks=1)
 EXACTLY = BoundedDrift(reliability=EXACT, bucket_mb=5e-4)
 
 
-class Program:
-    """What a rank trains. `turn` is what its loop does once."""
+class TrainingLoop:
+    """What a rank trains. `iteration` is what its loop does once."""
 
     def __init__(self, group: Group, policy: Policy) -> None:
         self.rank = group.transport.rank
@@ -42,7 +42,7 @@ class Program:
     def prepare(self, group: Group, policy: Policy) -> None:
         raise NotImplementedError
 
-    def turn(self) -> None:
+    def iteration(self) -> None:
         raise NotImplementedError
 
     def wait(self) -> None:
@@ -63,7 +63,7 @@ class Program:
             self.optimizers[place].zero_grad()
 
 
-class Gan(Program):
+class Gan(TrainingLoop):
     """Two models; the first one makes two steps, then the second one makes one, with gradients that pass the first."""
 
     def prepare(self, group: Group, policy: Policy) -> None:
@@ -71,7 +71,7 @@ class Gan(Program):
             model: Any = perceptron(seed=seed)
             self.add(group, policy, model, model.parameters(), make)
 
-    def turn(self) -> None:
+    def iteration(self) -> None:
         for _ in range(2):
             self.backward(0)
             self.step(0)
@@ -79,7 +79,7 @@ class Gan(Program):
         self.step(1)
 
 
-class Halves(Program):
+class Halves(TrainingLoop):
     """One model with two optimizers."""
 
     def prepare(self, group: Group, policy: Policy) -> None:
@@ -87,7 +87,7 @@ class Halves(Program):
         self.add(group, policy, model, [each for each in model.parameters() if each.dim() == 2], torch.optim.SGD)
         self.add(group, policy, model, [each for each in model.parameters() if each.dim() == 1])
 
-    def turn(self) -> None:
+    def iteration(self) -> None:
         self.backward(0)
         self.step(0, 1)
 
@@ -95,30 +95,30 @@ class Halves(Program):
 class Together(Gan):
     """Two models whose gradients are computed one after the other, before either steps."""
 
-    def turn(self) -> None:
+    def iteration(self) -> None:
         self.backward(0)
         self.backward(1)
         self.step(0, 1)
 
 
-class Twice(Program):
+class Twice(TrainingLoop):
     """One model, of which each step adds up two backwards without `no_sync`."""
 
     def prepare(self, group: Group, policy: Policy) -> None:
         model: Any = perceptron()
         self.add(group, policy, model, model.parameters())
 
-    def turn(self) -> None:
+    def iteration(self) -> None:
         self.backward(0, 1)
         self.step(0)
 
 
 def play(
-    make: type[Program],
+    make: type[TrainingLoop],
     event: str,
     *,
     world: int = 3,
-    within: Callable[[Program], None] | None = None,
+    within: Callable[[TrainingLoop], None] | None = None,
     policy: Policy = EXACTLY,
     within_s: float = 60.0,
 ) -> tuple[list[list[torch.Tensor]], dict[int, float]]:
@@ -150,9 +150,9 @@ def play(
         except BaseException as error:
             errors.append(error)
 
-    def turn(program: Program) -> None:
+    def iteration(program: TrainingLoop) -> None:
         began = time.monotonic()
-        program.turn()
+        program.iteration()
         longest[program.rank] = max(longest.get(program.rank, 0.0), time.monotonic() - began)
         time.sleep(0.01)
 
@@ -165,7 +165,7 @@ def play(
             transport: Any = connect(store, rank, world, OPTIONS)
             program = make(Group(transport), policy)
             for _ in range(3):
-                turn(program)
+                iteration(program)
         if rank == 0:
             address.append(f"127.0.0.1:{transport.cards[0].reception}")
         if rank == world - 1 and event != "join":
@@ -174,7 +174,7 @@ def play(
                 within(program)
             if event == "leave":
                 transport.leaving = True
-                transport.endpoint.ask_out()
+                transport.endpoint.request_leave()
                 for hand_over in list(transport.on_leave):
                     hand_over()
                 transport.close()
@@ -187,20 +187,20 @@ def play(
         size = world + (event == "join") - (event in ("leave", "death"))
         session = program.optimizers[-1].session
         while session.view.number == 1 or len(session.view.members) != size:
-            turn(program)
+            iteration(program)
         if rank == 0:
             steps.append(session.steps + 8)
         while not steps:
-            turn(program)
+            iteration(program)
         while session.steps < steps[0]:
-            turn(program)
+            iteration(program)
         transport = program.optimizers[0].session.group.transport
         seen = []
         for model in program.models:
             with exact(model):
                 seen += values(model)
         found[program.rank] = seen
-        transport.part()
+        transport.drain()
         transport.close()
 
     ranks = range(world + (event == "join"))

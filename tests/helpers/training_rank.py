@@ -40,7 +40,7 @@ def validation_loss(model: nn.Module) -> float:
     return loss
 
 
-def tell(**what: Any) -> None:
+def report(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
@@ -52,7 +52,7 @@ def go_deaf(seconds: float) -> None:
     deaf.stop()
 
 
-def enter(how: dict[str, Any]) -> Group:
+def join_group(how: dict[str, Any]) -> Group:
     options = Options(datagram_bytes=512, silence_s=how["silence_s"], interface="lo", linger_s=0.5, rejoin="auto")
     if how.get("join"):
         return stormtorch.join(how["join"], options)
@@ -62,7 +62,7 @@ def enter(how: dict[str, Any]) -> Group:
 
 def train(how: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    group = enter(how)
+    group = join_group(how)
     transport: Any = group.transport
     if how.get("machines"):
         # All ranks run on one machine: pretend that they do not, and that the model is large.
@@ -75,25 +75,25 @@ def train(how: dict[str, Any]) -> None:
         model, optimizer = stormtorch.prepare(model, optimizer, policy=policy, group=group)
         session: Any = optimizer.session  # type: ignore[attr-defined]
         card = transport.cards[transport.rank]
-        tell(begins_at=session.steps, rank=transport.rank, address=f"{card.host}:{card.reception}")
+        report(begins_at=session.steps, rank=transport.rank, address=f"{card.host}:{card.reception}")
         deaf_at, deaf_s = how.get("deaf", (None, 0.0))
         while session.steps < how["steps"]:
             inputs, targets = batch(transport.rank, session.steps)
             nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-            tell(step=session.steps, by_machines=session._reduction._islands is not None)
+            report(step=session.steps, by_machines=session._reduction._islands is not None)
             time.sleep(PAUSE_S)
             if session.steps == deaf_at:
                 threading.Thread(target=go_deaf, args=(deaf_s,)).start()
             if session.steps == how.get("leave_at"):
                 stormtorch.leave()
-                tell(left=session.steps)
+                report(left=session.steps)
                 return
         with stormtorch.exact(model):
             values = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
             loss = validation_loss(model)
-    tell(
+    report(
         values=values,
         loss=loss,
         events=[event for row in session.ledger.rows for event in row.events],
@@ -101,7 +101,7 @@ def train(how: dict[str, Any]) -> None:
         view=session.view.number,
         by_machines=session._reduction._islands is not None,
     )
-    transport.part()
+    transport.drain()
     transport.close()
 
 
@@ -109,4 +109,4 @@ if __name__ == "__main__":
     try:
         train(json.loads(sys.argv[1]))
     except StormError as error:
-        tell(error=str(error), culprit=error.culprit)
+        report(error=str(error), culprit=error.culprit)

@@ -68,7 +68,7 @@ class Member:
     def die(self) -> None:
         """Goes dark once the parameters of the last step have arrived, so that the step counts."""
         self.session.wait()
-        self.network.set_dark(self.rank, True)
+        self.network.set_unreachable(self.rank, True)
 
     def values(self) -> list[torch.Tensor]:
         with exact(self.model):

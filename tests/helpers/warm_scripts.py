@@ -47,9 +47,9 @@ class Script:
             ready, _, _ = select.select([self._status], [], [], timeout)
             if not ready:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            told = self._status.recv(64)
-            assert told, "the process that all scripts are forked from has died"
-            self.returncode = int(told)
+            received = self._status.recv(64)
+            assert received, "the process that all scripts are forked from has died"
+            self.returncode = int(received)
             self._status.close()
         return self.returncode
 
@@ -154,8 +154,8 @@ def _serve(line: socket.socket) -> dict[str, Any] | None:
             os.close(descriptor)
         if line.fileno() not in ready:
             continue
-        told, handed, _, _ = socket.recv_fds(line, _LONGEST_ORDER_BYTES, 4)
-        if not told:
+        received, handed, _, _ = socket.recv_fds(line, _LONGEST_ORDER_BYTES, 4)
+        if not received:
             return None
         status = socket.socket(fileno=handed[0])
         pid = os.fork()
@@ -168,7 +168,7 @@ def _serve(line: socket.socket) -> dict[str, Any] | None:
             for number, descriptor in enumerate(handed[1:]):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
-            order: dict[str, Any] = json.loads(told)
+            order: dict[str, Any] = json.loads(received)
             return order
         for descriptor in handed[1:]:
             os.close(descriptor)

@@ -42,7 +42,7 @@ def attempt(name: str, work: Callable[[], Any]) -> None:
     print(json.dumps({name: {"error": error, "warnings": list(WARNINGS), "seconds": seconds}}), flush=True)
 
 
-def enter(timeout_s: float = 30.0, **options: Any) -> None:
+def join_group(timeout_s: float = 30.0, **options: Any) -> None:
     given = stormtorch.Options(interface="lo", linger_s=0.2, **options)
     dist.init_process_group("storm", timeout=timedelta(seconds=timeout_s), pg_options=given)
 
@@ -72,7 +72,7 @@ def refusals() -> None:
     optimizer = sgd(model)
     attempt("on gloo", lambda: stormtorch.prepare(model, optimizer))
     dist.destroy_process_group()
-    enter()
+    join_group()
     attempt("wrong order", lambda: stormtorch.prepare(optimizer, model))
     attempt("optimizer of another model", lambda: stormtorch.prepare(new_model(), sgd(new_model())))
     attempt("policy by name", lambda: stormtorch.prepare(new_model(), optimizer, policy="lead"))  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def refusals() -> None:
 
 
 def after_the_end() -> None:
-    enter()
+    join_group()
     model = new_model()
     model, optimizer = stormtorch.prepare(model, sgd(model))
     step(model, optimizer)
@@ -111,13 +111,13 @@ def after_the_end() -> None:
 
 
 def different_models() -> None:
-    enter()
+    join_group()
     model = new_model(8 + RANK)
     attempt("different models", lambda: stormtorch.prepare(model, sgd(model)))
 
 
 def never_prepared() -> None:
-    enter()
+    join_group()
     if RANK == 0:
         time.sleep(2.0)  # rank 1 has ended by then
         model = new_model()
@@ -126,46 +126,46 @@ def never_prepared() -> None:
 
 
 def different_optimizers() -> None:
-    enter()
+    join_group()
     model = new_model()
     kind: Any = torch.optim.Adam if RANK else torch.optim.SGD
     attempt("different optimizers", lambda: stormtorch.prepare(model, kind(model.parameters(), lr=0.1)))
 
 
 def different_policies() -> None:
-    enter()
+    join_group()
     model = new_model()
     policy = stormtorch.BoundedDrift(lead=float(RANK))
     attempt("different policies", lambda: stormtorch.prepare(model, sgd(model), policy=policy))
 
 
 def different_rates() -> None:
-    enter()
+    join_group()
     model = new_model()
     attempt("different learning rates", lambda: stormtorch.prepare(model, sgd(model, 0.1 + RANK)))
 
 
 def different_shapes() -> None:
-    enter()
+    join_group()
     attempt("different shapes", lambda: dist.all_reduce(torch.ones(100 + RANK)))
 
 
 def different_keys() -> None:
     keys = ["0123456789abcdefghij", "abcdefghij0123456789"]
     os.environ["STORM_KEY"] = keys[RANK]
-    attempt("different keys", enter)
+    attempt("different keys", join_group)
 
 
 def key_on_one_rank() -> None:
     if RANK == 1:
         os.environ["STORM_KEY"] = "0123456789abcdefghij"
-    attempt("key on one rank", enter)
+    attempt("key on one rank", join_group)
 
 
 def short_key() -> None:
     if RANK == 1:
         os.environ["STORM_KEY"] = "secret"
-    attempt("short key", enter)
+    attempt("short key", join_group)
 
 
 def unknown_interface() -> None:
@@ -180,7 +180,7 @@ def unknown_interface() -> None:
 def port_in_use() -> None:
     taken = socket.socket(type=socket.SOCK_DGRAM)
     taken.bind(("127.0.0.1", 0))
-    attempt("port in use", lambda: enter(port=taken.getsockname()[1] if RANK == 1 else 0))
+    attempt("port in use", lambda: join_group(port=taken.getsockname()[1] if RANK == 1 else 0))
 
 
 def options_of_another_kind() -> None:
@@ -192,29 +192,29 @@ def another_version() -> None:
 
     if RANK == 1:
         rendezvous.version = lambda distribution_name: "9.9.9"
-    attempt("another version", enter)
+    attempt("another version", join_group)
 
 
 def world_size() -> None:
     if RANK == 1:
         os.environ["WORLD_SIZE"] = "3"
-    attempt("world size", lambda: enter(timeout_s=4.0))
+    attempt("world size", lambda: join_group(timeout_s=4.0))
 
 
 def rank_twice() -> None:
     # Of three processes, two say that they are rank 1 of 2; the second comes a little later.
     os.environ["WORLD_SIZE"], os.environ["RANK"] = "2", str(min(RANK, 1))
     time.sleep(1.0 if RANK == 2 else 0.0)
-    attempt("rank twice", lambda: enter(timeout_s=11.0))
+    attempt("rank twice", lambda: join_group(timeout_s=11.0))
 
 
 def rank_too_high() -> None:
     os.environ["RANK"] = str(5 * RANK)
-    attempt("rank too high", lambda: enter(timeout_s=4.0))
+    attempt("rank too high", lambda: join_group(timeout_s=4.0))
 
 
 def prepare_on_one_rank() -> None:
-    enter(timeout_s=11.5)
+    join_group(timeout_s=11.5)
     model = new_model()
     if RANK == 0:
         attempt("prepare on one rank", lambda: stormtorch.prepare(model, sgd(model)))
@@ -223,7 +223,7 @@ def prepare_on_one_rank() -> None:
 
 
 def backward_on_one_rank() -> None:
-    enter(timeout_s=11.5)
+    join_group(timeout_s=11.5)
     model = new_model()
     model, optimizer = stormtorch.prepare(model, sgd(model))
     step(model, optimizer)
@@ -234,7 +234,7 @@ def backward_on_one_rank() -> None:
 
 
 def forked() -> None:
-    enter()
+    join_group()
     model = new_model()
     model, optimizer = stormtorch.prepare(model, sgd(model))
     if RANK == 0:
@@ -248,7 +248,7 @@ def forked() -> None:
 
 
 def sparse_gradients() -> None:
-    enter()
+    join_group()
     table = nn.Embedding(8, 4, sparse=True)
     optimizer = sgd(table)
 
@@ -263,7 +263,7 @@ def sparse_gradients() -> None:
 
 
 def unfrozen() -> None:
-    enter()
+    join_group()
     model = new_model()
     model[0].requires_grad_(False)
     optimizer = sgd(model)
@@ -273,7 +273,7 @@ def unfrozen() -> None:
 
 
 def moved() -> None:
-    enter()
+    join_group()
     model = new_model()
     optimizer = sgd(model)
     stormtorch.prepare(model, optimizer)

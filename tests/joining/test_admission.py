@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from stormtorch import Options, connect
 from stormtorch.backend.creation import _rejoin
 from stormtorch.errors import NotAdmitted
-from stormtorch.joining import join_client as newcomer
-from stormtorch.joining.join_client import come_in, receptions
-from stormtorch.udp import rpc as frames
+from stormtorch.joining import join_client as join_client
+from stormtorch.joining.join_client import admission_addresses, join_running_job
+from stormtorch.udp import rpc as rpc
 from stormtorch.udp.addresses import addresses
 from stormtorch.udp.cards import MOST_BYTES, Card, pack, unpack
 from stormtorch.udp.udp import UdpTransport
@@ -54,7 +54,7 @@ def connected(n: int, options: Options = QUICK) -> list[UdpTransport]:
 
 
 def address(transport: UdpTransport) -> tuple[str, int]:
-    return receptions([transport.cards[transport.rank]])[0]
+    return admission_addresses([transport.cards[transport.rank]])[0]
 
 
 @pytest.mark.pure
@@ -117,11 +117,11 @@ def test_strange_questions_change_nothing() -> None:
             {"op": "ask", "rank": True, "incarnation": 1.5, "card": None},
         ]
         for question in questions:
-            with pytest.raises((frames.Garbage, OSError)):
-                frames.ask(address(transports[0]), question, key=None, version=version("stormtorch"))
+            with pytest.raises((rpc.MalformedMessage, OSError)):
+                rpc.request(address(transports[0]), question, key=None, version=version("stormtorch"))
         for rank in (-1, 10**9, "x", 0.5, True, 0):
             question = {"op": "seat", "rank": rank, "above": "x"}
-            said = frames.ask(address(transports[0]), question, key=None, version=version("stormtorch"))
+            said = rpc.request(address(transports[0]), question, key=None, version=version("stormtorch"))
             assert said["state"] == "refused", said
         assert [each.incarnation(1 - rank) for rank, each in enumerate(transports)] == [0, 0]
     finally:
@@ -136,7 +136,7 @@ def test_numbers_of_different_ranks_never_meet() -> None:
         for _ in range(3):
             for each in transports[:2]:
                 question = {"op": "seat", "rank": 2}
-                said = frames.ask(address(each), question, key=None, version=version("stormtorch"))
+                said = rpc.request(address(each), question, key=None, version=version("stormtorch"))
                 given_out.append(said["incarnation"])
         assert len(set(given_out)) == len(given_out)
         assert min(given_out) >= 1
@@ -145,9 +145,10 @@ def test_numbers_of_different_ranks_never_meet() -> None:
             transport.close(0.0)
 
 
+@pytest.mark.thorough
 def test_a_newcomer_goes_on_with_others_if_the_rank_that_it_asked_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     transports = connected(3)
-    seat = newcomer._Newcomer._seat
+    seat = join_client._JoinClient._request_slot
 
     def dies_after_it(self: Any, above: int) -> tuple[int, int]:
         given_out = seat(self, above)
@@ -155,9 +156,9 @@ def test_a_newcomer_goes_on_with_others_if_the_rank_that_it_asked_dies(monkeypat
             transports[1].close(0.0)
         return given_out
 
-    monkeypatch.setattr(newcomer._Newcomer, "_seat", dies_after_it)
+    monkeypatch.setattr(join_client._JoinClient, "_request_slot", dies_after_it)
     try:
-        with come_in([address(transports[1])], QUICK) as new:
+        with join_running_job([address(transports[1])], QUICK) as new:
             new.enter()
             view = new.view()
             assert view is not None
@@ -176,5 +177,5 @@ def test_a_job_that_has_ended_lets_nobody_in() -> None:
     with pytest.raises(
         NotAdmitted, match=r"no rank of the job answers: 127\.0\.0\.1:\d+: .*refused; 127\.0\.0\.1:\d+: "
     ):
-        come_in(where, QUICK)
+        join_running_job(where, QUICK)
     assert time.monotonic() - began < 3.0

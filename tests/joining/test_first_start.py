@@ -41,7 +41,7 @@ def start_with_the_last_card_during_a_look_back(store: Any, options: Callable[[i
         assert looks.wait(30.0)
         start.rank(2, lambda *_: None, options(2))
         give_up_at = time.monotonic() + 30.0
-        while not {0, 2} <= set(start.came) and not start.errors and time.monotonic() < give_up_at:
+        while not {0, 2} <= set(start.transports) and not start.errors and time.monotonic() < give_up_at:
             time.sleep(0.01)
     finally:
         begun.set()
@@ -56,6 +56,7 @@ def test_a_rank_that_looks_back_as_the_last_card_comes_does_not_take_its_own_sta
         start.close()
 
 
+@pytest.mark.thorough
 def test_a_rank_of_this_start_that_answers_at_an_address_of_an_earlier_job_is_not_taken_for_that_job() -> None:
     store, ports = store_of_threads(), free_ports(3)
     for _ in range(2):
@@ -66,6 +67,7 @@ def test_a_rank_of_this_start_that_answers_at_an_address_of_an_earlier_job_is_no
             start.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_many_ranks_with_a_slow_store_come_as_one_job() -> None:
     world, seed = 8, 5

@@ -132,6 +132,7 @@ def test_a_killed_rank_comes_in_again_without_the_store(plain: Job) -> None:
     plain.check_together(["0", "1", "new"], [0, 1, rank])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rejoin", [True, "auto"])
 def test_a_killed_rank_is_started_again_by_the_store(rejoin: bool | str) -> None:
     job = Job(rejoin=False if rejoin is True else rejoin)
@@ -146,6 +147,7 @@ def test_a_killed_rank_is_started_again_by_the_store(rejoin: bool | str) -> None
         job.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_ranks_that_are_killed_in_the_midst_of_sealed_sums_return_over_lanes_that_lose_and_reorder() -> None:
     """Each process has packet numbers and keys of its own: nothing of an earlier one counts, and nobody is shut out."""
@@ -168,6 +170,7 @@ def test_ranks_that_are_killed_in_the_midst_of_sealed_sums_return_over_lanes_tha
         job.close()
 
 
+@pytest.mark.thorough
 def test_a_job_whose_ranks_have_all_died_begins_anew_by_the_same_commands() -> None:
     job = Job(rejoin="auto")
     try:
@@ -183,6 +186,7 @@ def test_a_job_whose_ranks_have_all_died_begins_anew_by_the_same_commands() -> N
         job.close()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_while_the_others_still_meet_comes_in_after_them() -> None:
     job = Job(0, world=3, rejoin="auto")
     try:
@@ -199,6 +203,7 @@ def test_a_rank_that_dies_while_the_others_still_meet_comes_in_after_them() -> N
         job.close()
 
 
+@pytest.mark.thorough
 def test_a_job_of_two_survives_the_crash_of_either() -> None:
     """The one that is left is no majority if the other had the lowest rank: the new process must vote in its place."""
     job = Job(2, rejoin="auto")
@@ -212,6 +217,7 @@ def test_a_job_of_two_survives_the_crash_of_either() -> None:
         job.close()
 
 
+@pytest.mark.thorough
 def test_two_join_at_once_by_different_ranks_and_get_different_slots(plain: Job) -> None:
     plain.launch("a", join=plain.address["0"])
     plain.launch("b", join=plain.address["2"])
@@ -220,6 +226,7 @@ def test_two_join_at_once_by_different_ranks_and_get_different_slots(plain: Job)
     plain.check_together(["0", "1", "2", "a", "b"], [0, 1, 2, *sorted(ranks)])
 
 
+@pytest.mark.thorough
 def test_a_full_job_says_so() -> None:
     job = Job(2, spare_ranks=1)
     try:
@@ -233,6 +240,7 @@ def test_a_full_job_says_so() -> None:
         job.close()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_lives_is_not_replaced(plain: Job) -> None:
     plain.launch("twin", rank=1, rejoin=True, timeout_s=3.0)
     why = plain.refused("twin")
@@ -240,6 +248,7 @@ def test_a_rank_that_lives_is_not_replaced(plain: Job) -> None:
     plain.check_together(["0", "1", "2"], [0, 1, 2])
 
 
+@pytest.mark.thorough
 def test_what_is_wrong_is_named(plain: Job) -> None:
     plain.launch("keyed", join=plain.address["0"], key=KEY)
     assert f"the job at {plain.address['0']} has no key, and this process has one" in plain.refused("keyed")
@@ -254,6 +263,7 @@ def test_a_rank_that_leaves_by_wish_hands_over_and_goes(plain: Job) -> None:
     plain.check_together(["0", "2"], [0, 2])
 
 
+@pytest.mark.thorough
 def test_sigterm_asks_out_at_once_and_ends_the_process_after_the_grace() -> None:
     job = Job(leave_s=2.0)
     try:

@@ -17,21 +17,21 @@ from test_admission import QUICK, address, connected
 from stormtorch.errors import NotAdmitted
 from stormtorch.joining import admission, live
 from stormtorch.joining.live import LiveJob
-from stormtorch.telemetry.records import Who
-from stormtorch.udp import rpc as frames
+from stormtorch.telemetry.records import ProcessId
+from stormtorch.udp import rpc as rpc
 from stormtorch.udp.udp import UdpTransport
 
 KEY = bytes(range(32))
 
 
-class Teller:
+class StatusReporter:
     """Tells what it was given, as a recorder does."""
 
     def __init__(self, rank: int, count: int, pid: int = 7) -> None:
         self._rank, self._pid = rank, pid
         self.records = [{"kind": "event", "time": 1.0, "n": n, "step": n, "text": str(rank)} for n in range(count)]
 
-    def tell(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
+    def report(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
         told = [json.dumps(each).encode() + b"\n" for each in self.records[since : since + 4]]
         following = since + len(told)
         return {"pid": self._pid, "next": following, "more": following < len(self.records)}, told
@@ -44,7 +44,7 @@ class Teller:
 def job(request: pytest.FixtureRequest) -> Iterator[list[UdpTransport]]:
     transports = connected(3, replace(QUICK, key=getattr(request, "param", None)))
     for transport in transports:
-        transport.teller = Teller(transport.rank, 10)
+        transport.reporter = StatusReporter(transport.rank, 10)
     yield transports
     for transport in transports:
         transport.close(0.0)
@@ -54,8 +54,8 @@ def where(transport: UdpTransport) -> str:
     return "{}:{}".format(*address(transport))
 
 
-def ask(transport: UdpTransport, question: dict[str, Any]) -> dict[str, Any]:
-    return frames.ask(address(transport), question, key=transport.options.key, version=version("stormtorch"))
+def request(transport: UdpTransport, question: dict[str, Any]) -> dict[str, Any]:
+    return rpc.request(address(transport), question, key=transport.options.key, version=version("stormtorch"))
 
 
 @pytest.mark.parametrize("job", [None, KEY], indirect=True)
@@ -63,60 +63,61 @@ def test_one_address_is_enough_to_hear_all_ranks(job: list[UdpTransport]) -> Non
     watcher = LiveJob(where(job[1]), key=job[0].options.key)
     try:
         found = watcher.read() | watcher.read()
-        assert sorted(found) == [Who(rank, 0, 7) for rank in range(3)]
+        assert sorted(found) == [ProcessId(rank, 0, 7) for rank in range(3)]
         assert watcher.ways() == dict.fromkeys(range(3), "direct")
         assert watcher.read() == {}
-        job[2].teller.records.append({"kind": "end", "time": 2.0, "why": "done"})  # type: ignore[union-attr]
-        assert watcher.read() == {Who(2, 0, 7): [{"kind": "end", "time": 2.0, "why": "done"}]}
+        job[2].reporter.records.append({"kind": "end", "time": 2.0, "why": "done"})  # type: ignore[union-attr]
+        assert watcher.read() == {ProcessId(2, 0, 7): [{"kind": "end", "time": 2.0, "why": "done"}]}
     finally:
         watcher.close()
 
 
 def test_every_record_comes_once_however_many_answers_it_takes(job: list[UdpTransport]) -> None:
     watcher = LiveJob(where(job[0]))
-    found: dict[Who, list[int]] = {}
+    found: dict[ProcessId, list[int]] = {}
     for _ in range(3):
         for who, records in watcher.read().items():
             found.setdefault(who, []).extend(each["n"] for each in records)
     watcher.close()
-    assert found == {Who(rank, 0, 7): list(range(10)) for rank in range(3)}
+    assert found == {ProcessId(rank, 0, 7): list(range(10)) for rank in range(3)}
 
 
 def test_a_rank_that_cannot_be_reached_is_told_of_by_another(
     job: list[UdpTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watcher, cut = LiveJob(where(job[0])), address(job[2])
-    plain = LiveJob._ask
+    plain = LiveJob._request
 
     def refuse(self: LiveJob, there: tuple[str, int], question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if there == cut:
             raise TimeoutError("a firewall")
         return plain(self, there, question, timeout_s)
 
-    monkeypatch.setattr(LiveJob, "_ask", refuse)
-    found: dict[Who, list[Any]] = {}
+    monkeypatch.setattr(LiveJob, "_request", refuse)
+    found: dict[ProcessId, list[Any]] = {}
     for _ in range(3):
         found |= watcher.read()
     watcher.close()
-    assert len(found[Who(2, 0, 7)]) == 10
+    assert len(found[ProcessId(2, 0, 7)]) == 10
     assert watcher.ways()[2].startswith("through rank")
 
 
+@pytest.mark.thorough
 def test_one_rank_tells_of_many_that_cannot_be_reached_and_none_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     world = 14
     transports = connected(world, QUICK)
-    plain = LiveJob._ask
+    plain = LiveJob._request
 
     def refuse(self: LiveJob, there: tuple[str, int], question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if there != address(transports[0]):
             raise TimeoutError("a firewall")
         return plain(self, there, question, timeout_s)
 
-    monkeypatch.setattr(LiveJob, "_ask", refuse)
+    monkeypatch.setattr(LiveJob, "_request", refuse)
     watcher = LiveJob(where(transports[0]))
     try:
         for transport in transports:
-            transport.teller = Teller(transport.rank, 10)
+            transport.reporter = StatusReporter(transport.rank, 10)
         found = watcher.read()
         for who, records in watcher.read().items():
             found.setdefault(who, []).extend(records)
@@ -128,20 +129,21 @@ def test_one_rank_tells_of_many_that_cannot_be_reached_and_none_is_missing(monke
             transport.close(0.0)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_busy_is_asked_again(job: list[UdpTransport], monkeypatch: pytest.MonkeyPatch) -> None:
-    desk, plain = job[0]._reception, LiveJob._ask
-    assert isinstance(desk, admission.Reception)
+    desk, plain = job[0]._reception, LiveJob._request
+    assert isinstance(desk, admission.AdmissionService)
 
     def refuse(self: LiveJob, there: tuple[str, int], question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if there != address(job[0]):
             raise TimeoutError("a firewall")
         return plain(self, there, question, timeout_s)
 
-    monkeypatch.setattr(LiveJob, "_ask", refuse)
+    monkeypatch.setattr(LiveJob, "_request", refuse)
     watcher = LiveJob(where(job[0]))
-    for _ in range(admission.MOST_ERRANDS):
-        desk._errands.acquire()
-    later = threading.Timer(0.6, desk._errands.release)
+    for _ in range(admission.MOST_FORWARDED_REQUESTS):
+        desk._forwards.acquire()
+    later = threading.Timer(0.6, desk._forwards.release)
     later.start()
     try:
         found = watcher.read() | watcher.read()
@@ -152,12 +154,12 @@ def test_a_rank_that_is_busy_is_asked_again(job: list[UdpTransport], monkeypatch
 
 
 def test_an_answer_is_passed_on_as_it_is(job: list[UdpTransport]) -> None:
-    class Blind(Teller):
-        def tell(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
+    class Blind(StatusReporter):
+        def report(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
             return {"pid": 7, "next": 1, "more": False}, [b'{"kind": "event", "text": "\\u00e4", "x":  1}\n']
 
-    job[1].teller = Blind(1, 1)
-    answer = frames.ask_text(address(job[0]), {"op": "tell", "for": 1}, key=None, version=version("stormtorch"))
+    job[1].reporter = Blind(1, 1)
+    answer = rpc.request_bytes(address(job[0]), {"op": "tell", "for": 1}, key=None, version=version("stormtorch"))
     assert answer.endswith(b',"records":[{"kind": "event", "text": "\\u00e4", "x":  1}\n]}')
     assert json.loads(answer)["rank"] == 1
 
@@ -167,10 +169,10 @@ def test_a_rank_that_dies_is_named_and_the_others_go_on(job: list[UdpTransport])
     watcher.read()
     watcher.read()
     job[0].close(0.0)
-    job[1].teller.records.append({"kind": "end", "time": 2.0, "why": "done"})  # type: ignore[union-attr]
+    job[1].reporter.records.append({"kind": "end", "time": 2.0, "why": "done"})  # type: ignore[union-attr]
     found = watcher.read()
     watcher.close()
-    assert found == {Who(1, 0, 7): [{"kind": "end", "time": 2.0, "why": "done"}]}
+    assert found == {ProcessId(1, 0, 7): [{"kind": "end", "time": 2.0, "why": "done"}]}
     assert watcher.ways()[1] == watcher.ways()[2] == "direct"
     assert watcher.ways()[0] not in ("", "direct")
 
@@ -179,10 +181,10 @@ def test_a_process_that_takes_a_place_is_heard_from_its_first_record_on(job: lis
     watcher = LiveJob(where(job[0]))
     watcher.read()
     watcher.read()
-    job[1].teller = Teller(1, 3, pid=8)
+    job[1].reporter = StatusReporter(1, 3, pid=8)
     found = watcher.read()
     watcher.close()
-    assert [each["n"] for each in found[Who(1, 0, 8)]] == [0, 1, 2]
+    assert [each["n"] for each in found[ProcessId(1, 0, 8)]] == [0, 1, 2]
 
 
 def test_nobody_at_the_address_is_an_error_that_names_it() -> None:
@@ -202,22 +204,22 @@ def test_without_the_key_nobody_hears_anything(job: list[UdpTransport]) -> None:
 
 def test_strange_questions_for_records_get_nothing(job: list[UdpTransport]) -> None:
     for strange in ({"since": "0"}, {"since": -1}, {"since": 1 << 63}, {"since": True}, {"for": "1"}, {"for": None}):
-        with pytest.raises((frames.Garbage, OSError)):
-            ask(job[0], {"op": "tell", **strange})
+        with pytest.raises((rpc.MalformedMessage, OSError)):
+            request(job[0], {"op": "tell", **strange})
     for nobody in (-1, 99, 10**30):
-        answer = ask(job[0], {"op": "tell", "for": nobody})
+        answer = request(job[0], {"op": "tell", "for": nobody})
         assert answer["state"] == "unreachable"
-    assert ask(job[0], {"op": "tell"})["state"] == "running"
+    assert request(job[0], {"op": "tell"})["state"] == "running"
 
 
 def test_only_some_errands_run_at_a_time(job: list[UdpTransport]) -> None:
     desk = job[0]._reception
-    assert isinstance(desk, admission.Reception)
-    for _ in range(admission.MOST_ERRANDS):
-        assert desk._errands.acquire(blocking=False)
-    assert ask(job[0], {"op": "tell", "for": 1}) == {"state": "busy"}
-    desk._errands.release()
-    assert ask(job[0], {"op": "tell", "for": 1})["rank"] == 1
+    assert isinstance(desk, admission.AdmissionService)
+    for _ in range(admission.MOST_FORWARDED_REQUESTS):
+        assert desk._forwards.acquire(blocking=False)
+    assert request(job[0], {"op": "tell", "for": 1}) == {"state": "busy"}
+    desk._forwards.release()
+    assert request(job[0], {"op": "tell", "for": 1})["rank"] == 1
 
 
 @pytest.mark.pure
@@ -233,7 +235,7 @@ def test_only_some_errands_run_at_a_time(job: list[UdpTransport]) -> None:
     ],
 )
 def test_a_rank_that_tells_nonsense_adds_nothing(answer: dict[str, Any]) -> None:
-    watcher, found = LiveJob("127.0.0.1:1"), dict[Who, list[Any]]()
+    watcher, found = LiveJob("127.0.0.1:1"), dict[ProcessId, list[Any]]()
     answer = {**answer, "receptions": {"1": ["example.org", 80, 0], "2": ["::1", 0, 0], "x": 5, "3": ["10.0.0.1"]}}
     assert not watcher._take(live._Rank(("127.0.0.1", 1)), answer, found, "direct")
     watcher.close()
@@ -256,7 +258,7 @@ def test_the_plain_line_status_is_answered_in_text(job: list[UdpTransport]) -> N
     assert say(address(job[1]), b"STATUS\n") == b"rank 1 is fine\n"
     typed = say(address(job[1]), b"STATUS\r\n", after_s=0.3)
     assert typed.endswith(b"\nrank 1 is fine\n"), "also from somebody who types, and has been greeted meanwhile"
-    job[1].teller = None
+    job[1].reporter = None
     assert b"nothing is prepared yet" in say(address(job[1]), b"STATUS\n")
 
 
@@ -265,12 +267,12 @@ def test_a_job_with_a_key_tells_its_status_only_where_it_is_told_to(
     job: list[UdpTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert b"fine" not in say(address(job[0]), b"STATUS\n")
-    monkeypatch.setenv(frames.STATUS_VARIABLE, "1")
+    monkeypatch.setenv(rpc.STATUS_VARIABLE, "1")
     assert say(address(job[0]), b"STATUS\n") == b"rank 0 is fine\n"
 
 
 def test_another_machine_gets_no_status(job: list[UdpTransport], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "_from_here", lambda _connection: False)
+    monkeypatch.setattr(rpc, "_is_local", lambda _connection: False)
     for after_s in (0.0, 0.3):
         greeting = say(address(job[0]), b"STATUS\n", after_s)
         assert b"fine" not in greeting
@@ -283,5 +285,5 @@ def test_a_machine_is_here_by_any_of_its_own_addresses() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         there = ("127.0.0.1", listening.getsockname()[1])
         with socket.create_connection(there) as connection, listening.accept()[0] as accepted:
-            assert frames._from_here(connection)
-            assert frames._from_here(accepted)
+            assert rpc._is_local(connection)
+            assert rpc._is_local(accepted)

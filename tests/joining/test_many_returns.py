@@ -12,15 +12,17 @@ from pause_after_kill import job
 from returning import with_a_rank_that_returns
 from stormtorch import BoundedDrift, prepare
 from stormtorch.collectives import Group
-from stormtorch.joining.admission import Reception
+from stormtorch.joining.admission import AdmissionService
 from stormtorch_lab.netns import Lab
 from stormtorch_lab.netns.fixtures import lab_or_skip
 from stormtorch_lab.netns.links.kernel_network import DEVICE, address
 
 
 def test_rank_returns_after_more_than_65535_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    give = Reception._give
-    monkeypatch.setattr(Reception, "_give", lambda self, on, slot, above: give(self, on, slot, max(above, 70_000)))
+    give = AdmissionService._reserve
+    monkeypatch.setattr(
+        AdmissionService, "_reserve", lambda self, on, slot, above: give(self, on, slot, max(above, 70_000))
+    )
     seen: list[int] = []
 
     def begin(transport: Any, _again: bool) -> tuple[nn.Module, Any]:
@@ -40,6 +42,7 @@ def test_rank_returns_after_more_than_65535_attempts(monkeypatch: pytest.MonkeyP
     assert seen[0] == 0 and seen[1] > 70_000
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_rank_whose_host_gets_another_address_goes_on_from_there() -> None:
     lab_or_skip()

@@ -37,15 +37,15 @@ def test_standing_tells_who_hears_whom() -> None:
         transport.watch()
         give_up_at = time.monotonic() + 10.0
         while time.monotonic() < give_up_at:
-            standing = transport.standing()
-            if all(len(standing["hears"].get(rank, [])) == 3 for rank in range(3)):
+            connectivity = transport.connectivity()
+            if all(len(connectivity["hears"].get(rank, [])) == 3 for rank in range(3)):
                 break
             time.sleep(0.02)
-        assert standing["hears"] == {rank: [0, 1, 2] for rank in range(3)}
-        assert set(standing["heard_s"]) == {0, 1, 2}
-        assert all(0.0 <= seconds < 5.0 for seconds in standing["heard_s"].values())
-        assert standing["quorum"]
-        assert not standing["knocking"]
+        assert connectivity["hears"] == {rank: [0, 1, 2] for rank in range(3)}
+        assert set(connectivity["heard_s"]) == {0, 1, 2}
+        assert all(0.0 <= seconds < 5.0 for seconds in connectivity["heard_s"].values())
+        assert connectivity["quorum"]
+        assert not connectivity["knocking"]
         barrier(Group(transport)).wait()
 
     local_world(3, work, options=QUICK)
@@ -55,12 +55,12 @@ def test_session_moves_on_unless_it_is_unknown_or_knows_another_view() -> None:
     def work(transport: UdpTransport) -> None:
         transport.watch()
         assert not transport.advance(7, 1, 1, 1)
-        transport.enroll(7, 0, 1)
+        transport.add_session(7, 0, 1)
         assert transport.advance(7, 1, 1, 1)
         assert not transport.advance(7, 2, 1, 2), "it has looked at another view than the latest"
         assert not transport.advance(7, 2, 1, 0)
         assert transport.advance(7, 2, 1, 1)
-        transport.withdraw(7)
+        transport.remove_session(7)
         assert not transport.advance(7, 3, 1, 1)
         barrier(Group(transport)).wait()
 
@@ -87,12 +87,13 @@ def test_rank_that_leaves_is_in_no_later_view_and_no_exchange_waits_for_it() -> 
     local_world(3, work, options=QUICK)
 
 
+@pytest.mark.thorough
 def test_rank_that_asks_out_is_leaving_in_the_next_view() -> None:
     def work(transport: UdpTransport) -> None:
         transport.watch()
         barrier(Group(transport)).wait()
         if transport.rank == 1:
-            transport.ask_out()
+            transport.request_leave()
         assert transport.wait_view(1, 10.0)
         view = transport.view()
         assert view is not None
@@ -104,6 +105,7 @@ def test_rank_that_asks_out_is_leaving_in_the_next_view() -> None:
     local_world(3, work, options=QUICK)
 
 
+@pytest.mark.thorough
 def test_interrupted_wait_ends_soon_and_frees_the_tensors() -> None:
     def work(transport: UdpTransport) -> None:
         if transport.rank == 0:
@@ -173,7 +175,7 @@ def test_simulated_rank_waits_for_a_view_in_virtual_time() -> None:
         begun_s = network.now_s
         assert not transport.wait_view(1, 5.0)
         assert 5.0 <= network.now_s - begun_s < 5.5
-        network.set_dark(2, True)
+        network.set_unreachable(2, True)
         found = transport.wait_view(1, 20.0)
         assert found == (transport.rank != 2)
         return network.now_s - begun_s
@@ -207,9 +209,9 @@ def test_two_runs_of_one_seed_agree_on_the_same_views_at_the_same_time() -> None
 
         def work(transport: SimulatedTransport) -> tuple[int, float]:
             transport.watch()
-            transport.enroll(1, 0, 1)
+            transport.add_session(1, 0, 1)
             assert not transport.wait_view(1, 1.0)
-            network.set_dark(3, True)
+            network.set_unreachable(3, True)
             transport.wait_view(1, 10.0)
             view = transport.view()
             assert view is not None

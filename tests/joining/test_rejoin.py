@@ -20,7 +20,7 @@ import warm_scripts
 from stormtorch import LOSSY, Options, StormError, connect
 from stormtorch.backend.creation import _generation_of_others
 from stormtorch.collectives import Group, all_reduce
-from stormtorch.joining.rendezvous import reincarnate, rejoin, returned
+from stormtorch.joining.rendezvous import newer_card, rejoin, rejoin_in_place
 from stormtorch.udp import cards
 from stormtorch.udp.udp import UdpTransport
 
@@ -138,6 +138,7 @@ def test_killed_rank_of_a_process_group_is_readmitted_by_itself(job: Job) -> Non
         job.check_whole(f"epoch {turn}", [0, 0, before])
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("way", ["plain"])
 def test_rank_returns_before_anybody_missed_it_and_in_the_middle_of_exchanges(job: Job) -> None:
@@ -151,6 +152,7 @@ def test_rank_returns_before_anybody_missed_it_and_in_the_middle_of_exchanges(jo
     job.check_whole("epoch 1", [0, 1, 0])
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("way", ["sealed"])
 def test_ranks_return_while_another_is_dead(job: Job) -> None:
@@ -199,19 +201,19 @@ def connected(n: int, options: Options = OPTIONS) -> tuple[Any, list[UdpTranspor
 def test_nobody_has_returned_until_a_card_says_so_and_a_gap_does_no_harm() -> None:
     store, transports = connected(2)
     try:
-        assert returned(store, 1, 0) is None
+        assert newer_card(store, 1, 0) is None
         assert transports[0].store is store and transports[0].prefix == "storm"
         # It died between taking its number and publishing its card.
         assert cards.next_incarnation(store, "storm", 1) == 1
-        assert returned(store, 1, 0) is None
+        assert newer_card(store, 1, 0) is None
         with rejoin(store, 1, 2, OPTIONS) as back:
-            card = returned(store, 1, 0)
+            card = newer_card(store, 1, 0)
             assert card is not None and card.incarnation == back.incarnation(1) == 2
             assert back.incarnation(0) == transports[0].incarnation(1) == 0
             assert back.chunk_bytes == transports[0].chunk_bytes and back.trip_bytes == transports[0].trip_bytes
             transports[0].readmit(1, card)
             assert transports[0].incarnation(1) == 2
-            assert returned(store, 1, 2) is None
+            assert newer_card(store, 1, 2) is None
             with pytest.raises(ValueError, match="incarnation 2 of rank 1 is not newer than 2"):
                 transports[0].readmit(1, card)
             with pytest.raises(ValueError, match="another rank"):
@@ -221,11 +223,12 @@ def test_nobody_has_returned_until_a_card_says_so_and_a_gap_does_no_harm() -> No
             transport.close(0.0)
 
 
+@pytest.mark.thorough
 def test_what_was_under_way_before_a_rank_came_back_is_over_and_takes_nothing_of_what_follows() -> None:
     _, transports = connected(2, Options(silence_s=0.5, linger_s=0.1))
     try:
         before = [all_reduce(Group(transports[1], name="before"), torch.ones(8), reliability=LOSSY) for _ in range(2)]
-        reincarnate(transports[1])
+        rejoin_in_place(transports[1])
         after = [all_reduce(Group(transports[1], name="after"), torch.ones(8), reliability=LOSSY) for _ in range(2)]
         time.sleep(1.0)
         assert before[0].done()
@@ -241,6 +244,7 @@ def test_what_was_under_way_before_a_rank_came_back_is_over_and_takes_nothing_of
             transport.close(0.0)
 
 
+@pytest.mark.thorough
 def test_what_was_agreed_on_at_the_start_still_holds() -> None:
     store, transports = connected(2, Options(datagram_bytes=1472, linger_s=0.1))
     try:
@@ -280,7 +284,7 @@ def test_process_that_returns_has_the_lane_of_low_priority_that_the_job_has() ->
         transports[1].close()
         with rejoin(store, 1, 2, OPTIONS) as back:
             assert back.lanes == transports[0].lanes == 2
-            card = returned(store, 1, 0)
+            card = newer_card(store, 1, 0)
             assert card is not None and transports[0].fits(card)
             transports[0].readmit(1, card)
             tensors = [torch.ones(50_000) for _ in range(2)]

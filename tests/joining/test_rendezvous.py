@@ -170,6 +170,7 @@ def test_a_taken_port_and_a_wrong_rank_are_clear_errors() -> None:
         connect(store, 2, 2, OPTIONS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("store_s", "options_s"), [(0.4, 30.0), (30.0, 0.4)])
 def test_ranks_that_do_not_come_are_named_first_in_a_warning_and_then_in_the_error(
     store_s: float, options_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -223,6 +224,7 @@ def test_several_transports_share_a_store_by_prefix() -> None:
         assert_summed([results[rank, name] for rank in range(2)])
 
 
+@pytest.mark.thorough
 def test_ranks_meet_across_processes() -> None:
     assert_summed(processes(2, summed, options=replace(OPTIONS, key=KEY)))
 
@@ -257,6 +259,7 @@ def test_a_corrupted_datagram_never_passes(key: bytes | None) -> None:
             assert found >= 0.9 * health["faults"]["corrupted"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", [False, True])
 def test_nothing_corrupted_passes_on_loopback_whether_data_is_checked_or_not(check: bool) -> None:
     def work(transport: UdpTransport) -> dict[str, Any]:
@@ -322,7 +325,7 @@ def test_only_datagrams_of_peers_count_as_life(key: bytes | None) -> None:
         transport.watch()
         barrier(group).wait()
         assert transport.health()["authenticated"] > before["authenticated"]
-        assert transport.standing()["heard_s"][1] < time.monotonic() - since_s
+        assert transport.connectivity()["heard_s"][1] < time.monotonic() - since_s
 
     local_world(2, work, options=replace(OPTIONS, key=key))
 
@@ -334,7 +337,7 @@ def test_only_datagrams_of_peers_count_as_life(key: bytes | None) -> None:
 def test_strangers_are_neither_on_loopback_nor_in_the_lab(host: str, strangers: bool) -> None:
     endpoint, card = starting.bind(OPTIONS)
     endpoint.close(0.0)
-    assert rendezvous._meets_strangers(replace(card, host=host, loopback=host == "127.0.0.1")) == strangers
+    assert rendezvous._on_shared_network(replace(card, host=host, loopback=host == "127.0.0.1")) == strangers
 
 
 @pytest.mark.parametrize(("loopback", "key", "warnings"), [(False, None, 1), (False, KEY, 0), (True, None, 0)])
@@ -346,7 +349,7 @@ def test_job_that_leaves_the_machine_without_a_key_is_warned_of_strangers_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The ranks stay on loopback, where traffic of tests belongs, and say in their cards that they do not."""
-    rendezvous._warn_of_strangers.cache_clear()
+    rendezvous._warn_without_key.cache_clear()
     bind = starting.bind
 
     def elsewhere(options: Options) -> Any:

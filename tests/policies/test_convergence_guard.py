@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stormtorch import theory
 from stormtorch.policies import rules
-from stormtorch.policies.convergence_guard import Guard, LossMeter
+from stormtorch.policies.convergence_guard import ConvergenceGuard, LossMeter
 
 pytestmark = pytest.mark.pure
 
@@ -23,7 +23,7 @@ def lost_of(chunks: int, p: float, chance: random.Random) -> int:
     return sum(chance.random() < p for _ in range(chunks)) if chunks < 100 else round(p * chunks)
 
 
-def watched(guard: Guard, steps: Iterable[tuple[float, float, int]]) -> list[bool]:
+def watched(guard: ConvergenceGuard, steps: Iterable[tuple[float, float, int]]) -> list[bool]:
     """Whether the guard was alarmed after each step of (lost, sent, oldest)."""
     alarms = []
     for lost, sent, oldest in steps:
@@ -146,7 +146,7 @@ def test_few_chunks_come_to_the_true_loss_and_do_not_alarm(chunks: int) -> None:
     found = []
     for seed in range(20):
         chance = random.Random(seed)
-        meter, guard = LossMeter(0.0), Guard(0.5, None)
+        meter, guard = LossMeter(0.0), ConvergenceGuard(0.5, None)
         for step in range(1000):
             lost = lost_of(chunks, 0.1, chance)
             meter.add(lost, chunks)
@@ -160,7 +160,7 @@ def test_few_chunks_come_to_the_true_loss_and_do_not_alarm(chunks: int) -> None:
 
 @pytest.mark.parametrize(("chunks", "within"), [(1, 120), (10, 12), (100, 4), (5000, 4)])
 def test_an_outage_alarms_as_soon_as_there_is_evidence(chunks: int, within: int) -> None:
-    guard, chance = Guard(0.5, None), random.Random(1)
+    guard, chance = ConvergenceGuard(0.5, None), random.Random(1)
     for _ in range(600):
         guard.watch(lost_of(chunks, 0.05, chance), chunks, 0)
     assert not guard.alarm
@@ -170,7 +170,7 @@ def test_an_outage_alarms_as_soon_as_there_is_evidence(chunks: int, within: int)
 
 
 def test_the_latest_chunks_alarm_before_the_long_memory_does() -> None:
-    guard, slow = Guard(0.5, None), LossMeter(0.0)
+    guard, slow = ConvergenceGuard(0.5, None), LossMeter(0.0)
     for _ in range(100):
         guard.watch(0, 5000, 0)
         slow.add(0, 5000)
@@ -185,7 +185,7 @@ def test_the_latest_chunks_alarm_before_the_long_memory_does() -> None:
 
 def test_the_latest_chunks_alarm_only_by_more_than_chance_explains() -> None:
     # About 100 chunks are the quick memory: three standard errors of a loss of 0.5 are 0.15.
-    guard, quick = Guard(0.5, None), LossMeter(0.0, steps=4, chunks=100)
+    guard, quick = ConvergenceGuard(0.5, None), LossMeter(0.0, steps=4, chunks=100)
     for _ in range(40):
         guard.watch(0, 30, 0)
         quick.add(0, 30)
@@ -199,38 +199,38 @@ def test_the_latest_chunks_alarm_only_by_more_than_chance_explains() -> None:
 
 
 def test_loss_just_below_the_limit_does_not_alarm_and_just_above_does() -> None:
-    assert not any(watched(Guard(0.3, None), [(290, 1000, 0)] * 500))
-    assert watched(Guard(0.3, None), [(310, 1000, 0)] * 500)[-1]
+    assert not any(watched(ConvergenceGuard(0.3, None), [(290, 1000, 0)] * 500))
+    assert watched(ConvergenceGuard(0.3, None), [(310, 1000, 0)] * 500)[-1]
 
 
 def test_without_a_limit_nothing_alarms() -> None:
-    assert not any(watched(Guard(None, 1), [(1000, 1000, 99)] * 50))
+    assert not any(watched(ConvergenceGuard(None, 1), [(1000, 1000, 99)] * 50))
 
 
 def test_a_copy_that_is_too_old_alarms_although_nothing_is_lost() -> None:
-    guard = Guard(0.5, 8)
+    guard = ConvergenceGuard(0.5, 8)
     assert watched(guard, [(0, 1000, 8)] * 30) == [False] * 30
     assert watched(guard, [(0, 1000, 9)]) == [True]
 
 
 def test_copies_may_be_of_any_age_where_no_age_was_given() -> None:
-    assert not any(watched(Guard(0.5, None), [(0, 1000, 10_000)] * 30))
+    assert not any(watched(ConvergenceGuard(0.5, None), [(0, 1000, 10_000)] * 30))
 
 
 def test_an_alarm_holds_for_20_steps_and_ends_when_all_is_well() -> None:
-    guard = Guard(0.5, 8)
+    guard = ConvergenceGuard(0.5, 8)
     watched(guard, [(0, 1000, 9)])
     assert watched(guard, [(0, 1000, 0)] * 30) == [True] * (HOLD - 1) + [False] * (30 - HOLD + 1)
 
 
 def test_an_alarm_does_not_end_while_copies_are_too_old() -> None:
-    guard = Guard(0.5, 8)
+    guard = ConvergenceGuard(0.5, 8)
     assert all(watched(guard, [(0, 1000, 9)] * 50))
     assert watched(guard, [(0, 1000, 8)]) == [False]
 
 
 def test_the_alarm_ends_when_the_network_is_well_again() -> None:
-    guard = Guard(0.5, None)
+    guard = ConvergenceGuard(0.5, None)
     watched(guard, [(1000, 1000, 0)] * 20)
     alarms = [guard.alarm, *watched(guard, [(0, 1000, 0)] * 30)]
     assert 10 <= sum(alarms) <= 25
@@ -238,14 +238,14 @@ def test_the_alarm_ends_when_the_network_is_well_again() -> None:
 
 
 def test_an_alarm_ends_only_when_loss_is_a_tenth_below_the_limit() -> None:
-    guard = Guard(0.5, None)
+    guard = ConvergenceGuard(0.5, None)
     watched(guard, [(1000, 1000, 0)] * 20)
     assert all(watched(guard, [(460, 1000, 0)] * 300))  # or it would come and go
     assert not watched(guard, [(440, 1000, 0)] * 300)[-1]
 
 
 def test_a_second_outage_alarms_again_and_holds_as_long() -> None:
-    guard = Guard(0.5, 8)
+    guard = ConvergenceGuard(0.5, 8)
     for _ in range(2):
         assert watched(guard, [(0, 1000, 9)]) == [True]
         assert sum(watched(guard, [(0, 1000, 0)] * 40)) == HOLD - 1
@@ -263,7 +263,7 @@ STEPS = st.lists(
 def test_a_guard_goes_on_from_a_state_as_if_nothing_had_happened(
     before: list[tuple[float, float, int]], after: list[tuple[float, float, int]]
 ) -> None:
-    one, other = Guard(0.4, 3), Guard(0.4, 3)
+    one, other = ConvergenceGuard(0.4, 3), ConvergenceGuard(0.4, 3)
     watched(one, before)
     other.restore(*one.state)
     assert other.alarm == one.alarm

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from stormtorch.policies.memory import Store
+from stormtorch.policies.memory import MemoryStore
 
 pytestmark = pytest.mark.pure
 
 
 def test_what_is_changed_in_place_is_remembered() -> None:
-    store = Store(10)
+    store = MemoryStore(10)
     first = store.chunks(0, 2, 3)
     first["anchor"] = torch.ones(2, 3)
     first["anchor"].add_(1.0)
@@ -17,13 +17,13 @@ def test_what_is_changed_in_place_is_remembered() -> None:
 
 
 def test_a_default_is_written_once_and_given_as_a_view() -> None:
-    memory = Store(4).chunks(0, 1, 4)
+    memory = MemoryStore(4).chunks(0, 1, 4)
     memory.setdefault("speed", torch.zeros(1, 4)).add_(3.0)
     assert memory.setdefault("speed", torch.zeros(1, 4)).tolist() == [[3.0] * 4]
 
 
 def test_chunks_know_only_what_was_written_for_them() -> None:
-    store = Store(10)
+    store = MemoryStore(10)
     store.chunks(0, 2, 3)["anchor"] = torch.ones(2, 3)
     assert "anchor" in store.chunks(0, 1, 6)
     assert "anchor" not in store.chunks(6, 1, 4)
@@ -35,7 +35,7 @@ def test_chunks_know_only_what_was_written_for_them() -> None:
 
 
 def test_parts_move_to_another_store() -> None:
-    one, other = Store(6), Store(3)
+    one, other = MemoryStore(6), MemoryStore(3)
     one.chunks(0, 1, 6)["a"] = torch.arange(6.0).view(1, -1)
     other.write(["a", "b"], 1, one.read(["a", "b"], 4, 2))
     assert other.vectors["a"].tolist() == [0.0, 4.0, 5.0]
@@ -43,7 +43,7 @@ def test_parts_move_to_another_store() -> None:
 
 
 def test_values_of_another_shape_are_refused() -> None:
-    memory = Store(4).chunks(0, 1, 4)
+    memory = MemoryStore(4).chunks(0, 1, 4)
     with pytest.raises(RuntimeError):
         memory["anchor"] = torch.zeros(1, 3)
     with pytest.raises(TypeError, match="stays"):

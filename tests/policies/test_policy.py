@@ -8,7 +8,7 @@ import torch
 
 from own_policies import Anchored, Blended, Damped, Weighed
 from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging, OwnerPolicy, Policy, RankPolicy
-from stormtorch.policies.memory import NOBODY
+from stormtorch.policies.memory import NO_MEMORY
 from stormtorch.policies.policy import applied, overrides
 
 pytestmark = pytest.mark.pure
@@ -16,17 +16,17 @@ pytestmark = pytest.mark.pure
 
 def test_a_policy_without_functions_is_plain_averaging() -> None:
     policy = RankPolicy()
-    own, came = torch.zeros(2, 3), torch.ones(2, 3)
+    own, received = torch.zeros(2, 3), torch.ones(2, 3)
     assert policy.send(own, 0.5) is own
     assert policy.combine(own, 2.0, 4) is own
-    assert policy.update(NOBODY, own) is own
-    assert policy.accept(own, came, torch.tensor([[True], [False]])).tolist() == [[1.0] * 3, [0.0] * 3]
+    assert policy.update(NO_MEMORY, own) is own
+    assert policy.accept(own, received, torch.tensor([[True], [False]])).tolist() == [[1.0] * 3, [0.0] * 3]
     assert policy.order(3, torch.Generator()) == [0, 1, 2]
 
 
 def test_what_came_of_a_lost_chunk_does_no_harm() -> None:
-    came = torch.full((1, 3), torch.nan)
-    assert RankPolicy().accept(torch.ones(1, 3), came, torch.tensor([[False]])).tolist() == [[1.0] * 3]
+    received = torch.full((1, 3), torch.nan)
+    assert RankPolicy().accept(torch.ones(1, 3), received, torch.tensor([[False]])).tolist() == [[1.0] * 3]
 
 
 def test_owners_publish_ahead_by_so_many_updates() -> None:
@@ -108,7 +108,7 @@ class Untyped(RankPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Misspelt(RankPolicy):
-    def acept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    def acept(self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
         return own
 
 
@@ -178,7 +178,7 @@ def test_a_class_may_have_functions_of_its_own_and_any_default() -> None:
 )
 def test_a_wrong_result_names_the_policy_the_function_and_the_shape(result: object, words: str) -> None:
     class Odd(RankPolicy):
-        def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # it may leave out rank
+        def accept(self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # it may leave out rank
             return result  # type: ignore[return-value]
 
     own = torch.zeros(2, 3)

@@ -53,6 +53,7 @@ sys.exit(0 if done else 3)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "script", [IN_A_CALLBACK, BLOCKED, FORKED, RAISING], ids=["callback", "blocked", "forked", "raising"]
 )

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stormtorch.telemetry.record_files import Folder, Tail, read_run
-from stormtorch.telemetry.records import KINDS, MOST_LINE_BYTES, Who, checked, line_of, parse, who_wrote
+from stormtorch.telemetry.records import KINDS, MOST_LINE_BYTES, ProcessId, checked, line_of, parse, process_of_file
 
 pytestmark = pytest.mark.pure
 
@@ -126,10 +126,10 @@ def test_a_folder_gives_each_process_its_new_records(tmp_path: Path) -> None:
     (tmp_path / "later").mkdir()
     for name in ("rank-0-0-11.jsonl", "rank-1-2-12.jsonl", "notes.txt", "rank-x-0-1.jsonl"):
         (tmp_path / "later" / name).write_text(line_of(EVENT) + "\n")
-    assert list(folder.read()) == [Who(0, 0, 11), Who(1, 2, 12)]
+    assert list(folder.read()) == [ProcessId(0, 0, 11), ProcessId(1, 2, 12)]
     assert folder.read() == {}
-    assert Who(1, 2, 12).file_name == "rank-1-2-12.jsonl"
-    assert who_wrote(tmp_path / "rank-1-2-12.jsonl") == Who(1, 2, 12)
+    assert ProcessId(1, 2, 12).file_name == "rank-1-2-12.jsonl"
+    assert process_of_file(tmp_path / "rank-1-2-12.jsonl") == ProcessId(1, 2, 12)
 
 
 def test_a_run_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:

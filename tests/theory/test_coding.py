@@ -6,10 +6,10 @@ import pytest
 
 from stormtorch import _engine
 from stormtorch.theory import coding
-from stormtorch.theory.coding import Link
+from stormtorch.theory.coding import LinkModel
 
 
-def losses(link: Link, count: int, rng: random.Random) -> list[bool]:
+def losses(link: LinkModel, count: int, rng: random.Random) -> list[bool]:
     """Fates of datagrams that follow each other on the line."""
     lose, recover = link.chain()
     state, fates = rng.random() < link.p, []
@@ -21,7 +21,7 @@ def losses(link: Link, count: int, rng: random.Random) -> list[bool]:
 
 @pytest.mark.parametrize(("p", "burst", "apart"), [(0.05, 1.0, 1), (0.1, 8.0, 1), (0.1, 8.0, 4), (0.3, 1.0, 2)])
 def test_blocks_fail_as_often_as_simulated_ones(p: float, burst: float, apart: int) -> None:
-    link, rng = Link(p=p, burst=burst, round_trip_s=0.04, chunk_s=1e-4), random.Random(7)
+    link, rng = LinkModel(p=p, burst=burst, round_trip_s=0.04, chunk_s=1e-4), random.Random(7)
     chunks, tries = 24, 4000
     for m in (2, 5, 9):
         failed = 0
@@ -36,13 +36,13 @@ def test_blocks_fail_as_often_as_simulated_ones(p: float, burst: float, apart: i
 def test_parity_for_rare_failures_is_that_of_the_binomial() -> None:
     # k = 128, one failure in a thousand: 5, 12, 22, 42 and 66 % of parity at 1, 5, 10, 20 and 30 % of loss.
     for p, fraction in [(0.01, 0.05), (0.05, 0.12), (0.1, 0.22), (0.2, 0.42), (0.3, 0.66)]:
-        parity = coding.parity_for(Link(p=p, round_trip_s=0.04, chunk_s=1e-4), 128)
+        parity = coding.parity_for(LinkModel(p=p, round_trip_s=0.04, chunk_s=1e-4), 128)
         assert parity / 128 == pytest.approx(fraction, abs=0.015)
 
 
 @pytest.mark.parametrize(("p", "chunks"), [(0.01, 50), (0.1, 300), (0.3, 300)])
 def test_rounds_of_repair_are_those_of_simulated_messages(p: float, chunks: int) -> None:
-    link, rng = Link(p=p, round_trip_s=1.0, chunk_s=0.0), random.Random(3)
+    link, rng = LinkModel(p=p, round_trip_s=1.0, chunk_s=0.0), random.Random(3)
     tries, total, counted = 1500, 0, []
     for _ in range(tries):
         missing, rounds = sum(rng.random() < p for _ in range(chunks)), 0
@@ -57,18 +57,18 @@ def test_rounds_of_repair_are_those_of_simulated_messages(p: float, chunks: int)
 
 
 def test_coding_is_chosen_at_the_end_of_messages_on_long_lossy_links_only() -> None:
-    far = Link(p=0.1, burst=1.1, round_trip_s=0.04, chunk_s=1.2e-4)
+    far = LinkModel(p=0.1, burst=1.1, round_trip_s=0.04, chunk_s=1.2e-4)
     assert coding.choose(far, 256).way in ("coding", "hybrid")
     assert coding.choose(far, 512, after=20_000).way == "repair"
-    assert coding.choose(Link(p=0.1, round_trip_s=1e-4, chunk_s=1.2e-4), 256).way == "repair"
-    assert coding.choose(Link(p=0.0, round_trip_s=0.04, chunk_s=1.2e-4), 256).way == "none"
+    assert coding.choose(LinkModel(p=0.1, round_trip_s=1e-4, chunk_s=1.2e-4), 256).way == "repair"
+    assert coding.choose(LinkModel(p=0.0, round_trip_s=0.04, chunk_s=1.2e-4), 256).way == "none"
     assert coding.choose(far, 256, budget=0.2).way == "none"
-    slow = Link(p=0.1, round_trip_s=0.04, chunk_s=4e-3)
+    slow = LinkModel(p=0.1, round_trip_s=0.04, chunk_s=4e-3)
     assert coding.choose(slow, 256).way in ("hybrid", "repair")
 
 
 def test_the_choice_costs_no_more_than_repair_or_any_other_parity() -> None:
-    link = Link(p=0.1, burst=4.0, round_trip_s=0.08, chunk_s=2e-4)
+    link = LinkModel(p=0.1, burst=4.0, round_trip_s=0.08, chunk_s=2e-4)
     choice = coding.choose(link, 300)
     assert choice.cost_s < coding.repair_cost_s(link, 300)
     failures = coding.block_failures(link, choice.chunks, 100, apart=3)
@@ -77,7 +77,7 @@ def test_the_choice_costs_no_more_than_repair_or_any_other_parity() -> None:
 
 
 def test_more_messages_that_all_must_arrive_get_more_parity_each() -> None:
-    link = Link(p=0.1, round_trip_s=0.04, chunk_s=1.2e-4)
+    link = LinkModel(p=0.1, round_trip_s=0.04, chunk_s=1.2e-4)
     few, many = coding.choose(link, 12), coding.choose(link, 12, messages=12)
     assert 0 < few.parity < many.parity
     assert coding.choose(link, 1, messages=12).parity >= 3  # tiny messages are simply sent several times
@@ -87,7 +87,7 @@ def test_the_engine_chooses_as_the_model_does() -> None:
     rng = random.Random(5)
     coded = 0
     for _ in range(150):
-        link = Link(
+        link = LinkModel(
             p=rng.choice([0.0, 0.003, 0.02, 0.1, 0.25, 0.5]),
             burst=rng.choice([1.0, 3.0, 20.0]),
             round_trip_s=rng.choice([1e-4, 0.01, 0.08]),
@@ -108,4 +108,4 @@ def test_the_engine_chooses_as_the_model_does() -> None:
 def test_links_that_make_no_sense_are_refused() -> None:
     for wrong in ({"p": 1.0}, {"p": -0.1}, {"p": 0.1, "burst": 0.5}):
         with pytest.raises(ValueError, match="must"):
-            Link(round_trip_s=0.1, chunk_s=1e-4, **wrong)
+            LinkModel(round_trip_s=0.1, chunk_s=1e-4, **wrong)

@@ -15,16 +15,16 @@ from stormtorch_lab.simulation.arrivals.repair import arrived
 pytestmark = pytest.mark.pure
 
 BENCHMARKS = Path(__file__).parents[2] / "papers" / "benchmarks"
-LINE = theory.Line(bits_per_s=8e6, round_trip_s=0.1)
+LINE = theory.Bottleneck(bits_per_s=8e6, round_trip_s=0.1)
 
 
 def test_a_step_computes_and_sends_everything_twice() -> None:
     # 3 of 4 MB leave in each stage, a second each MB; and each stage ends half a round trip after its last byte.
-    assert theory.step_on_line_s(LINE, n=4, model_bytes=4e6, p=0.1, compute_s=2.0) == pytest.approx(2 + 6 + 0.1)
-    assert theory.step_on_line_s(LINE, n=4, model_bytes=4e6, p=0.1, redundancy=0.5) == pytest.approx(9 + 0.1)
-    repaired = theory.step_on_line_s(LINE, n=4, model_bytes=4e6, p=0.1, budgets=(0.01, 1.0))
+    assert theory.step_on_bottleneck_s(LINE, n=4, model_bytes=4e6, p=0.1, compute_s=2.0) == pytest.approx(2 + 6 + 0.1)
+    assert theory.step_on_bottleneck_s(LINE, n=4, model_bytes=4e6, p=0.1, redundancy=0.5) == pytest.approx(9 + 0.1)
+    repaired = theory.step_on_bottleneck_s(LINE, n=4, model_bytes=4e6, p=0.1, budgets=(0.01, 1.0))
     assert repaired == pytest.approx(6 + 0.3 + 0.1 + 0.1)  # a tenth of one stage again, a round trip later
-    exact = theory.step_on_line_s(LINE, n=4, model_bytes=4e6, p=0.1, budgets=(0.0, 0.0))
+    exact = theory.step_on_bottleneck_s(LINE, n=4, model_bytes=4e6, p=0.1, budgets=(0.0, 0.0))
     assert 6 / 0.9 + 0.1 + 0.4 < exact < 6 / 0.9 + 0.1 + 1.0
 
 
@@ -32,8 +32,8 @@ def test_a_step_computes_and_sends_everything_twice() -> None:
 def test_as_much_is_sent_again_as_in_a_simulation(p: float, budget: float) -> None:
     owner_C = torch.arange(4).repeat_interleave(5000)
     masks = Masks(Bernoulli(p=p), 4, owner_C, seed=3)
-    again = [arrived(masks, Reliability(budget=budget), up=True).again for _ in range(4)]
-    share = sum(again) / len(again) / (3 * 5000 * 4)
+    retransmitted = [arrived(masks, Reliability(budget=budget), up=True).retransmitted for _ in range(4)]
+    share = sum(retransmitted) / len(retransmitted) / (3 * 5000 * 4)
     # A round leaves just about the budget in some messages and more in others, which ask once more.
     assert share == pytest.approx(theory.sent_again(p, 5000, budget)[0], abs=0.02)
 
@@ -42,11 +42,11 @@ def test_as_much_is_sent_again_as_in_a_simulation(p: float, budget: float) -> No
 def test_steps_in_the_lab_took_little_longer(name: str) -> None:
     kept = json.loads((BENCHMARKS / f"{name}.json").read_text())
     conditions, asked = kept["conditions"], kept["conditions"]["requested"]
-    line = theory.Line(bits_per_s=asked["rate_bits_per_s"], round_trip_s=asked["round_trip_s"])
+    line = theory.Bottleneck(bits_per_s=asked["rate_bits_per_s"], round_trip_s=asked["round_trip_s"])
     bits = {"storm-drift": 32.0, "storm-drift-bf16": 16.0, "storm-drift-int8": 8.1}
     ratios = [
         run["median_s"]
-        / theory.step_on_line_s(
+        / theory.step_on_bottleneck_s(
             line,
             n=conditions["hosts"],
             model_bytes=conditions["params"] * bits[run["backend"]] / 8,
@@ -62,10 +62,10 @@ def test_steps_in_the_lab_took_little_longer(name: str) -> None:
 
 def test_bad_lines_and_budgets_are_refused() -> None:
     with pytest.raises(ValueError, match="bits_per_s must be above 0, got 0"):
-        theory.Line(bits_per_s=0.0, round_trip_s=0.1)
+        theory.Bottleneck(bits_per_s=0.0, round_trip_s=0.1)
     with pytest.raises(ValueError, match="round_trip_s"):
-        theory.Line(bits_per_s=1.0, round_trip_s=-0.1)
+        theory.Bottleneck(bits_per_s=1.0, round_trip_s=-0.1)
     with pytest.raises(ValueError, match=r"budgets must lie in \[0, 1\], got 2"):
-        theory.step_on_line_s(LINE, n=4, model_bytes=1.0, p=0.1, budgets=(1.0, 2.0))
+        theory.step_on_bottleneck_s(LINE, n=4, model_bytes=1.0, p=0.1, budgets=(1.0, 2.0))
     with pytest.raises(ValueError, match="redundancy"):
-        theory.step_on_line_s(LINE, n=4, model_bytes=1.0, p=0.1, redundancy=-1.0)
+        theory.step_on_bottleneck_s(LINE, n=4, model_bytes=1.0, p=0.1, redundancy=-1.0)

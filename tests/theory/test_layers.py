@@ -13,7 +13,7 @@ from stormtorch.theory import (
     Descent,
     best_deadlines,
     deadlines_bound,
-    layer_chances,
+    layer_probabilities,
     layers_inflation,
     layers_missed,
     least_deadline,
@@ -72,11 +72,11 @@ def test_equal_ranks_are_a_case_of_unequal_ones() -> None:
 
 
 def test_chances_are_those_of_a_poisson_number_also_where_they_are_tiny() -> None:
-    found = layer_chances(4, 1e-6, 1.0)
+    found = layer_probabilities(4, 1e-6, 1.0)
     assert found == pytest.approx([1e-6**k / math.factorial(k) for k in (1, 2, 3, 4)], rel=1e-5)
-    assert layer_chances(2, 0.0, 1.0) == [0.0, 0.0]
-    assert layer_chances(2, 1.0, 1.0) == pytest.approx([1 - math.exp(-1.0), 1 - 2.0 * math.exp(-1.0)])
-    assert layer_chances(2, 1e3, 1.0) == [1.0, 1.0]
+    assert layer_probabilities(2, 0.0, 1.0) == [0.0, 0.0]
+    assert layer_probabilities(2, 1.0, 1.0) == pytest.approx([1 - math.exp(-1.0), 1 - 2.0 * math.exp(-1.0)])
+    assert layer_probabilities(2, 1e3, 1.0) == [1.0, 1.0]
 
 
 def test_with_all_the_time_nothing_is_missed_or_inflated() -> None:

@@ -54,7 +54,7 @@ WALKS = [(0.1, None), (0.4, None), (0.4, 1), (0.4, 3)]
 def test_lags_and_drift_are_those_of_a_walk(p: float, max_lag: int | None) -> None:
     walk = Walk(p, max_lag=max_lag)
     for lag in range(5):
-        agrees((walk.ages[0] == lag).astype(float), theory.lag_chance(lag, p, max_lag))
+        agrees((walk.ages[0] == lag).astype(float), theory.lag_probability(lag, p, max_lag))
     agrees(walk.ages[0].astype(float), theory.mean_lag(p, max_lag))
     agrees((walk.ages[0] - theory.mean_lag(p, max_lag)) ** 2, theory.lag_variance(p, max_lag))
     agrees(walk.fetched[0].astype(float), theory.fetched(p, max_lag))
@@ -100,6 +100,7 @@ def test_with_the_full_lead_drift_is_the_bound_whatever_the_updates_are(p: float
     assert theory.pair_bound(p, lead=theory.lead(p)) == pytest.approx(2 * p / (1 - p) ** 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("p", "max_lag"), WALKS)
 @pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, 2.0])
 def test_no_updates_that_go_on_drift_further_than_the_bound(p: float, max_lag: int | None, scale: float) -> None:

@@ -60,9 +60,9 @@ def test_with_the_lead_replicas_are_off_each_for_itself(p: float, mean_squared: 
 @given(losses, bounds)
 def test_chances_add_up_and_end_at_the_bound(p: float, max_lag: int | None) -> None:
     lags = range(2000 if max_lag is None else max_lag + 1)
-    assert math.fsum(theory.lag_chance(lag, p, max_lag) for lag in lags) == pytest.approx(1.0)
+    assert math.fsum(theory.lag_probability(lag, p, max_lag) for lag in lags) == pytest.approx(1.0)
     if max_lag is not None:
-        assert theory.lag_chance(max_lag + 1, p, max_lag) == 0.0
+        assert theory.lag_probability(max_lag + 1, p, max_lag) == 0.0
         assert theory.largest_lag(p, 10**6, 10**4, max_lag) <= max_lag
 
 
@@ -120,7 +120,7 @@ def test_no_lead_is_nearer_to_the_owner_than_the_best(
         (lambda: theory.owner_drift(0.1, mean_squared=-1.0), "mean_squared"),
         (lambda: theory.pair_drift(0.1, lead=math.inf), "lead"),
         (lambda: theory.pair_drift(0.1, max_lag=0), "max_lag"),
-        (lambda: theory.lag_chance(-1, 0.1), "lag"),
+        (lambda: theory.lag_probability(-1, 0.1), "lag"),
         (lambda: theory.mean_inverse_count(0.1, 0), "n"),
         (lambda: theory.horvitz_thompson_inflation(0.1, 4, math.nan), "mean_squared"),
         (lambda: theory.largest_lag(0.1, 0, 10), "copies"),

@@ -16,14 +16,14 @@ def drawn(p: float, data: int, redundancy: float, burst: float, messages: int) -
     for _ in range(messages):
         for blocks in theory.stretches_of(data):
             n, m = len(blocks), theory.block_parity(redundancy, blocks[0])
-            came, missing = [0] * n, [0] * n
+            arrived, missing = [0] * n, [0] * n
             for place in range(sum(blocks) + n * m):
                 bad = rng.random() >= leave if bad else rng.random() < enter
                 is_data = place < sum(blocks)
                 block = (place if is_data else place - sum(blocks)) % n
-                came[block] += not bad
+                arrived[block] += not bad
                 missing[block] += bad and is_data
-            lost += sum(gone for gone, there, k in zip(missing, came, blocks, strict=True) if there < k)
+            lost += sum(gone for gone, there, k in zip(missing, arrived, blocks, strict=True) if there < k)
     return lost / (data * messages)
 
 

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
 from stormtorch import Options, connect
-from stormtorch.udp.address_book import translated
+from stormtorch.udp.address_book import behind_nat
 from stormtorch.udp.cards import Card
 from stormtorch.udp.udp import UdpTransport
 
@@ -46,16 +46,16 @@ CARD = Card(
     ],
 )
 def test_private_addresses_in_different_networks_may_be_translated(hosts: list[str], expected: bool) -> None:
-    assert translated(replace(CARD, host=host) for host in hosts) is expected
+    assert behind_nat(replace(CARD, host=host) for host in hosts) is expected
 
 
 def test_one_rank_that_says_so_decides_for_all() -> None:
     near, far = replace(CARD, host="10.0.0.1"), replace(CARD, host="192.168.0.1")
-    assert not translated([near, near])
-    assert translated([near, replace(near, nat=1)])
-    assert translated([near, far])
-    assert not translated([near, replace(far, nat=-1)])
-    assert translated([replace(near, nat=1), replace(far, nat=-1)])
+    assert not behind_nat([near, near])
+    assert behind_nat([near, replace(near, nat=1)])
+    assert behind_nat([near, far])
+    assert not behind_nat([near, replace(far, nat=-1)])
+    assert behind_nat([replace(near, nat=1), replace(far, nat=-1)])
 
 
 def test_wrong_setting_is_refused() -> None:
@@ -86,6 +86,7 @@ def tell(transport: UdpTransport, observer: int, told: object) -> None:
     transport.store.add(f"{transport.prefix}/seen", 1)
 
 
+@pytest.mark.thorough
 def test_addresses_in_the_store_are_tried_and_not_believed() -> None:
     def work(transport: UdpTransport) -> None:
         before = transport.endpoint.routes()
@@ -104,11 +105,11 @@ def test_addresses_in_the_store_are_tried_and_not_believed() -> None:
 
 def test_nonsense_in_the_store_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def work(transport: UdpTransport) -> None:
-        assert transport.whereabouts is not None
+        assert transport.address_book is not None
         nonsense = ("text", [1], {"one": 2}, {"1": [["no address", 7]]}, {"1": [["127.0.0.1", 1 << 20]]})
         for told in (*nonsense, {"99": [["127.0.0.1", 7]]}, {"-1": [["127.0.0.1", 7]]}):
             tell(transport, 1, told)
-            transport.whereabouts.look()
+            transport.address_book.look()
         assert transport.endpoint.routes()[0][1][2]
 
     with caplog.at_level(logging.WARNING):

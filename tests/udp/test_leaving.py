@@ -23,7 +23,7 @@ class Transport:
     def close(self, linger_s):
         print("closed")
 
-    def part(self):
+    def drain(self):
         print("parted")
 
 transport = Transport()
@@ -106,13 +106,13 @@ from stormtorch.udp import leaving
 class Transport:
     closed, inherited, leaving, rank, prefix, store, on_leave = False, False, False, 0, "storm", None, []
     options = SimpleNamespace(leave_s=0.5)
-    endpoint = SimpleNamespace(ask_out=lambda: print("asked out", flush=True))
+    endpoint = SimpleNamespace(request_leave=lambda: print("asked out", flush=True))
 
     def close(self, linger_s=None):
         self.closed = True
         print("closed", flush=True)
 
-    def part(self):
+    def drain(self):
         pass
 
     def resting(self):

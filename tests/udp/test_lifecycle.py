@@ -59,6 +59,7 @@ def pair(options: Options = OPTIONS) -> Iterator[list[UdpTransport]]:
         closing.join()
 
 
+@pytest.mark.thorough
 def test_closing_leaves_no_thread_and_no_descriptor_even_while_the_transport_is_held() -> None:
     over_udp(2, lambda transport: barrier(Group(transport)).wait())  # whatever is opened once and for all
     gc.collect()
@@ -150,6 +151,7 @@ def test_several_threads_may_wait_on_one_transport() -> None:
             assert same_bits(tensor, wanted)
 
 
+@pytest.mark.thorough
 def test_memory_of_an_abandoned_exchange_lives_until_the_exchange_has_ended() -> None:
     with pair() as (zero, one):
         array = np.zeros(1_000, dtype=np.float32)
@@ -173,6 +175,7 @@ def test_memory_of_an_abandoned_exchange_lives_until_the_exchange_has_ended() ->
         assert alive() is None, "and is not kept for ever"
 
 
+@pytest.mark.thorough
 def test_memory_is_let_go_when_a_wait_returns() -> None:
     with pair() as (zero, one):
         array = np.zeros(1_000, dtype=np.float32)
@@ -186,6 +189,7 @@ def test_memory_is_let_go_when_a_wait_returns() -> None:
         assert len(pending.wait()) == 1
 
 
+@pytest.mark.thorough
 def test_an_idle_transport_uses_no_processor_time() -> None:
     with pair() as both:
         for each in [barrier(Group(transport)) for transport in both]:
@@ -198,6 +202,7 @@ def test_an_idle_transport_uses_no_processor_time() -> None:
         del waiting
 
 
+@pytest.mark.thorough
 def test_transports_that_nobody_closed_do_not_keep_the_process() -> None:
     script = """
         import threading, torch
@@ -216,6 +221,7 @@ def test_transports_that_nobody_closed_do_not_keep_the_process() -> None:
     assert ended.stderr == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("waits_with", ["wait()", "wait(60.0)"])
 def test_ctrl_c_ends_a_wait_and_the_process_at_once(waits_with: str) -> None:
     script = f"""

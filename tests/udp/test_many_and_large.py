@@ -126,6 +126,7 @@ def mixed(transport: UdpTransport) -> list[torch.Tensor]:
     return kept
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])
 def test_three_lanes_under_all_faults_at_once_give_the_bits_of_one_without_any(key: bytes | None) -> None:
     expected = local_world(3, mixed, options=replace(OPTIONS, lanes=1))

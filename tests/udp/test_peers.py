@@ -37,6 +37,7 @@ def compute(transport: Transport, seconds: float) -> None:
         receive(clock, torch.empty(1), 1, timeout_s=seconds).wait()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("reliability", [LOSSY, Reliability(budget=0.1), Reliability(budget=0.0, deadline_s=5.0)])
 def test_lossy_exchanges_go_on_without_a_dark_peer_and_heal_when_it_returns(n: int, reliability: Reliability) -> None:
@@ -50,7 +51,7 @@ def test_lossy_exchanges_go_on_without_a_dark_peer_and_heal_when_it_returns(n: i
         for turn in range(15):
             compute(transport, 0.01)  # all have ended the turn before
             if transport.rank == 0:
-                network.set_dark(1, turn in dark)
+                network.set_unreachable(1, turn in dark)
             compute(transport, 0.01)  # and nobody has begun this one
             outputs = [torch.full((2_000,), -1.0) for _ in range(n)]
             arrival = all_gather(group, outputs, torch.full((2_000,), float(turn)), reliability=reliability).wait()[0]
@@ -75,7 +76,7 @@ def test_a_rank_that_ran_ahead_while_cut_off_does_not_hold_up_the_others() -> No
         for turn in range(20):
             # Cut off, rank 1 waits for nobody, so it is far ahead when it returns.
             if transport.rank == 0:
-                network.set_dark(1, turn in range(3, 8))
+                network.set_unreachable(1, turn in range(3, 8))
             outputs = [torch.empty(2_000) for _ in range(4)]
             arrival = all_gather(group, outputs, torch.full((2_000,), float(turn)), reliability=LOSSY).wait()[0]
             longest = max(longest, arrival.elapsed_s)
@@ -87,7 +88,7 @@ def test_a_rank_that_ran_ahead_while_cut_off_does_not_hold_up_the_others() -> No
 @pytest.mark.parametrize("call", ["all_reduce", "receive", "send"])
 def test_an_exact_exchange_with_a_dark_peer_says_who_what_how_much_and_which_knob(call: str) -> None:
     network = SimulatedNetwork(3, options=QUICK, seed=21)
-    network.set_dark(2, True)
+    network.set_unreachable(2, True)
 
     def work(transport: Transport) -> str:
         group, tensor = Group(transport), torch.ones(10_000)
@@ -112,10 +113,10 @@ def test_exact_exchanges_work_again_when_the_dark_peer_has_returned() -> None:
     def work(transport: Transport) -> tuple[str, torch.Tensor]:
         group = Group(transport)
         if transport.rank == 0:
-            network.set_dark(1, True)
+            network.set_unreachable(1, True)
         said = outcome_of(barrier(group).wait)
         if transport.rank == 0:
-            network.set_dark(1, False)
+            network.set_unreachable(1, False)
         tensor = values(transport.rank, 20_000)
         for _ in range(3):
             # The ranks gave up at different times and may still find each other silent.
@@ -129,6 +130,7 @@ def test_exact_exchanges_work_again_when_the_dark_peer_has_returned() -> None:
         assert same_bits(tensor, reduced([values(rank, 20_000) for rank in range(2)], Op.SUM))
 
 
+@pytest.mark.thorough
 def test_a_slow_but_living_peer_is_not_silent() -> None:
     def work(transport: UdpTransport) -> None:
         if transport.rank == 1:
@@ -212,6 +214,7 @@ def test_a_wait_that_timed_out_can_be_repeated_and_an_error_stays_an_error() -> 
     assert again == first
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("late", [0, 1, None])
 @pytest.mark.parametrize("sizes", [(10, 12), (100_000, 100_001)])
 def test_tensors_of_different_sizes_are_an_error_on_both_sides_at_once(
@@ -240,7 +243,7 @@ def test_tensors_of_different_sizes_are_an_error_on_both_sides_at_once(
 
 def test_every_rank_names_the_dark_one_whoever_told_of_it() -> None:
     network = SimulatedNetwork(6, options=QUICK, seed=23)
-    network.set_dark(2, True)
+    network.set_unreachable(2, True)
 
     def work(transport: Transport) -> tuple[str, int | None]:
         if transport.rank == 5:
@@ -261,6 +264,7 @@ def test_every_rank_names_the_dark_one_whoever_told_of_it() -> None:
     assert sum("PeerFailed" in text for text, _ in said) == 3, said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("why", ["cancelled", "left", "late"])
 def test_whoever_is_told_of_an_error_is_told_its_cause(why: str) -> None:
     def work(transport: UdpTransport) -> str:

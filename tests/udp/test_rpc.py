@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from stormtorch.errors import NotAdmitted
-from stormtorch.udp import rpc as frames
-from stormtorch.udp.rpc import Garbage, Listener, ask
+from stormtorch.udp import rpc as rpc
+from stormtorch.udp.rpc import MalformedMessage, RpcServer, request
 
 KEY = b"a job key of any length from sixteen bytes"
 OTHER = b"another key, as long as the first one is."
@@ -27,19 +27,19 @@ def echo(question: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def listening(key: bytes | None = None, answer: frames.Answer = echo) -> Iterator[Listener]:
-    listener = Listener("127.0.0.1", 0, key=key, version=VERSION, answer=answer)
+def listening(key: bytes | None = None, answer: rpc.Answer = echo) -> Iterator[RpcServer]:
+    listener = RpcServer("127.0.0.1", 0, key=key, version=VERSION, answer=answer)
     try:
         yield listener
     finally:
         listener.close()
 
 
-def asked(listener: Listener, key: bytes | None = None, version: str = VERSION) -> dict[str, Any]:
-    return ask(("127.0.0.1", listener.port), {"op": "learn"}, key=key, version=version)
+def asked(listener: RpcServer, key: bytes | None = None, version: str = VERSION) -> dict[str, Any]:
+    return request(("127.0.0.1", listener.port), {"op": "learn"}, key=key, version=version)
 
 
-def rejected(listener: Listener, talks: int) -> bool:
+def rejected(listener: RpcServer, talks: int) -> bool:
     """Whether so many talks come to nothing: the newcomer may know it before they are counted."""
     end = time.monotonic() + 5.0
     while listener.rejected < talks and time.monotonic() < end:
@@ -119,13 +119,14 @@ def test_an_answer_that_fails_is_counted_and_raises_nothing() -> None:
         raise KeyError("no such thing")
 
     with listening(answer=fail) as listener:
-        with pytest.raises(Garbage):
+        with pytest.raises(MalformedMessage):
             asked(listener)
         assert rejected(listener, 1)
 
 
+@pytest.mark.thorough
 def test_those_who_say_nothing_keep_nobody_out_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "TALK_S", 0.3)
+    monkeypatch.setattr(rpc, "RPC_TIMEOUT_S", 0.3)
     with listening() as listener:
         idle = [socket.create_connection(("127.0.0.1", listener.port), timeout=5.0) for _ in range(20)]
         assert rejected(listener, len(idle))
@@ -136,28 +137,29 @@ def test_those_who_say_nothing_keep_nobody_out_for_long(monkeypatch: pytest.Monk
 
 def test_a_port_that_is_taken_is_replaced_by_another() -> None:
     with listening() as first:
-        second = Listener("127.0.0.1", first.port, key=None, version=VERSION, answer=echo)
+        second = RpcServer("127.0.0.1", first.port, key=None, version=VERSION, answer=echo)
         try:
             assert second.port not in (0, first.port)
         finally:
             second.close()
 
 
+@pytest.mark.thorough
 def test_a_port_is_free_once_its_listener_is_closed_or_gone() -> None:
     for drops in (False, True):
-        listener = Listener("127.0.0.1", 0, key=None, version=VERSION, answer=echo)
+        listener = RpcServer("127.0.0.1", 0, key=None, version=VERSION, answer=echo)
         port = listener.port
         if not drops:
             listener.close()
         del listener
         gc.collect()
         with pytest.raises(OSError, match="refused"):
-            ask(("127.0.0.1", port), {}, key=None, version=VERSION)
+            request(("127.0.0.1", port), {}, key=None, version=VERSION)
     assert not [each for each in threading.enumerate() if each.name == "reception"]
 
 
 def test_a_forked_process_does_not_hold_the_port() -> None:
-    listener = Listener("127.0.0.1", 0, key=None, version=VERSION, answer=echo)
+    listener = RpcServer("127.0.0.1", 0, key=None, version=VERSION, answer=echo)
     told, tells = os.pipe()
     child = os.fork()
     if child == 0:

@@ -19,14 +19,14 @@ import torch
 from conftest import OPTIONS, local_world
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but its types do not
 
-from hostile import HEADER_BYTES, Datagram, Lie, Wire, changed, entries, on_ranks
+from hostile import HEADER_BYTES, Datagram, Tamper, TappedNetwork, changed, entries, on_ranks
 from reference import same_bits, values
 from stormtorch import Options, StormError
 from stormtorch.collectives import Group, Op, all_reduce, barrier
 from stormtorch.errors import NotAdmitted, PeerFailed, PeerLeft, PeerSilent, RanksMissing
 from stormtorch.udp import cards, rpc
 from stormtorch.udp.cards import LinkKeys, unpack
-from stormtorch.udp.rpc import Garbage
+from stormtorch.udp.rpc import MalformedMessage
 from stormtorch.udp.udp import UdpTransport
 
 KEY = b"a job key of any length from sixteen bytes"
@@ -67,10 +67,11 @@ def assert_equal(results: list[torch.Tensor], expected: list[torch.Tensor]) -> N
 # --- can send packets to a rank, sees none ---------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @BOTH
 def test_who_sees_nothing_and_sends_anything_changes_nothing_and_is_counted(options: Options) -> None:
     draw, passed = random.Random(5), [0, 0]
-    with Wire(2) as wire:
+    with TappedNetwork(2) as wire:
 
         def forged(datagram: Datagram) -> bytes:
             # The attacker knows the protocol and who talks with whom, but neither half of the cookie.
@@ -105,7 +106,7 @@ def test_who_sees_packets_reads_gradients_only_without_a_key(options: Options) -
     def work(transport: UdpTransport) -> None:
         all_reduce(Group(transport), word.repeat(1000), Op.MAX).wait()
 
-    with Wire(2) as wire:
+    with TappedNetwork(2) as wire:
         assert on_ranks(2, work, options, wire=wire) == [None, None]
     readable = [datagram for datagram in wire.seen if secret in datagram.data]
     assert bool(readable) == (options.key is None)
@@ -115,7 +116,7 @@ def test_who_sees_packets_reads_gradients_only_without_a_key(options: Options) -
 
 def test_who_sees_packets_cannot_change_a_bit_of_them_where_there_is_a_key() -> None:
     draw = random.Random(6)
-    with Wire(2) as wire:
+    with TappedNetwork(2) as wire:
 
         def forged(datagram: Datagram) -> bytes:
             other = bytearray(datagram.data)
@@ -137,7 +138,7 @@ def test_who_sees_packets_cannot_change_a_bit_of_them_where_there_is_a_key() -> 
 
 def test_no_datagram_is_sealed_like_another() -> None:
     """Equal bytes to several ranks, at several times: a key and a number that came twice would show here."""
-    with Wire(3) as wire:
+    with TappedNetwork(3) as wire:
 
         def work(transport: UdpTransport) -> None:
             for turn in range(3):
@@ -153,9 +154,10 @@ def test_no_datagram_is_sealed_like_another() -> None:
 # --- replays packets -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @BOTH
 def test_who_replays_packets_of_the_same_job_changes_nothing(options: Options) -> None:
-    with Wire(2) as wire:
+    with TappedNetwork(2) as wire:
 
         def twice(datagram: Datagram) -> bytes:
             for old in random.Random(len(wire.seen)).sample(wire.seen, min(3, len(wire.seen))):
@@ -173,13 +175,13 @@ def test_who_replays_packets_of_the_same_job_changes_nothing(options: Options) -
 def recorded(options: Options, world: int = 2) -> tuple[dict[str, bytes], list[Datagram]]:
     """What an attacker has of an earlier job: all entries of its store, and all its datagrams."""
     store = HashStore()
-    with Wire(world) as wire:
+    with TappedNetwork(world) as wire:
         said = on_ranks(world, summed, options, wire=wire, store=store)
     assert all(isinstance(each, list) for each in said), said
     return entries(store, world), wire.seen
 
 
-def shows(old: dict[str, bytes], *but: str) -> Lie:
+def shows(old: dict[str, bytes], *but: str) -> Tamper:
     """Shows the entries of an earlier job, apart from some."""
     return lambda key, value: old.get(key, value) if key not in but else value
 
@@ -188,7 +190,7 @@ def test_datagrams_of_an_earlier_job_are_not_authentic_in_a_later_one_whatever_t
     old, seen = recorded(SEALED)
     began = {datagram.source for datagram in seen if datagram.target == 1}
     assert began == {0}
-    with Wire(2) as wire:
+    with TappedNetwork(2) as wire:
 
         def work(transport: UdpTransport) -> dict[str, Any]:
             for datagram in seen:
@@ -211,10 +213,11 @@ def test_datagrams_of_an_earlier_job_are_not_authentic_in_a_later_one_whatever_t
     assert health["corrupt"] + health["duplicates"] == health["datagrams_received"]
 
 
+@pytest.mark.thorough
 def test_keys_of_an_earlier_job_never_come_again_whatever_the_store_shows() -> None:
     """Both jobs send the same bytes under the same numbers: with the same key, the ciphertext would be the same."""
     old, before = recorded(SEALED, world=3)
-    with Wire(3) as wire:
+    with TappedNetwork(3) as wire:
         # Each rank sees its own card as it wrote it, and otherwise only what was there before.
         lies = {rank: shows(old, f"storm/card/{rank}") for rank in (1, 2)}
         said = on_ranks(3, summed, HASTY, lies=lies, wire=wire, absent=[0])
@@ -252,7 +255,7 @@ def test_every_direction_process_and_lane_has_a_key_of_its_own() -> None:
 @BOTH
 def test_who_drops_and_delays_packets_costs_time_and_no_bit(options: Options) -> None:
     draw = random.Random(7)
-    with Wire(2) as wire:
+    with TappedNetwork(2) as wire:
         held: list[Datagram] = []
 
         def lossy(datagram: Datagram) -> bytes | None:
@@ -273,9 +276,10 @@ def test_who_drops_and_delays_packets_costs_time_and_no_bit(options: Options) ->
         assert_equal(results, expected)
 
 
+@pytest.mark.thorough
 @BOTH
 def test_a_rank_whose_packets_are_all_dropped_counts_as_gone(options: Options) -> None:
-    with Wire(3) as wire:
+    with TappedNetwork(3) as wire:
         wire.tap = lambda datagram: None if 2 in datagram[:2] else datagram.data
         began = time.monotonic()
         said = on_ranks(3, summed, replace(options, silence_s=1.0), wire=wire)
@@ -290,11 +294,11 @@ OWN, PEER = "storm/card/1", "storm/card/0"
 GIANT = b"[" * 1_000_000
 
 
-def on_card(place: str, **changes: Any) -> Lie:
+def on_card(place: str, **changes: Any) -> Tamper:
     return lambda key, value: changed(value, **changes) if key == place and value else value
 
 
-def instead(place: str, shown: bytes | None) -> Lie:
+def instead(place: str, shown: bytes | None) -> Tamper:
     return lambda key, value: shown if key == place and value else value
 
 
@@ -309,7 +313,7 @@ def of_another(key: str, value: bytes) -> bytes | None:
 
 of_another.card = b""  # type: ignore[attr-defined]
 
-LIES: dict[str, tuple[Lie, str]] = {
+LIES: dict[str, tuple[Tamper, str]] = {
     "another own card": (on_card(OWN, nonce="0" * 32), "rank 1: the store shows another card than this process"),
     "another own address": (on_card(OWN, port=7), "rank 1: the store shows another card than this process"),
     "another own key": (on_card(OWN, fingerprint="0"), "rank 1: the store shows another card than this process"),
@@ -336,6 +340,7 @@ LIES: dict[str, tuple[Lie, str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LIES)
 def test_who_reaches_the_store_makes_the_start_fail_by_a_clear_error(
     name: str, caplog: pytest.LogCaptureFixture
@@ -362,6 +367,7 @@ def test_a_store_that_changes_a_cookie_is_noticed_by_the_rank_that_drew_it() -> 
     assert isinstance(said[1], PeerFailed | RanksMissing)
 
 
+@pytest.mark.thorough
 def test_an_entry_that_is_deleted_once_it_was_seen_ends_the_start_within_the_stores_timeout() -> None:
     looks: dict[str, int] = {}
 
@@ -374,11 +380,12 @@ def test_an_entry_that_is_deleted_once_it_was_seen_ends_the_start_within_the_sto
     assert isinstance(said[1], RuntimeError | RanksMissing) and time.monotonic() - began < 20.0
 
 
+@pytest.mark.thorough
 def test_own_nonce_is_never_taken_from_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where the check of the own card is left out, keys follow from what the process itself has drawn."""
     old, before = recorded(SEALED)
     monkeypatch.setattr("stormtorch.joining.rendezvous._check_cards", lambda *_: None)
-    with Wire(2) as wire:
+    with TappedNetwork(2) as wire:
         on_ranks(2, summed, HASTY, lies={1: shows(old)}, wire=wire, absent=[0])
     sealed = {datagram.name: datagram.payload for datagram in before}
     both = [datagram for datagram in wire.seen if datagram.name in sealed and datagram.source == 1]
@@ -390,7 +397,7 @@ def test_own_nonce_is_never_taken_from_the_store(monkeypatch: pytest.MonkeyPatch
 def test_datagrams_of_an_earlier_process_do_not_count_for_a_later_one(options: Options) -> None:
     """The store shows the same process under a higher number, so that packet numbers and window begin anew."""
     store = HashStore()
-    with Wire(2) as wire:
+    with TappedNetwork(2) as wire:
 
         def work(transport: UdpTransport) -> dict[str, Any] | None:
             summed(transport)
@@ -422,7 +429,7 @@ def test_a_wrong_number_of_returned_processes_is_an_error_or_nobody(shown: bytes
         transport.store.set("storm/incarnations/1", shown.decode())
         began = time.monotonic()
         try:
-            card = cards.newest(transport.store, "storm", 1, 0)
+            card = cards.newest_card(transport.store, "storm", 1, 0)
         except ValueError as error:
             assert "something else than a number at storm/incarnations/1" in str(error)
             return "error"
@@ -482,6 +489,7 @@ def test_who_reaches_the_tcp_port_learns_about_the_job_only_without_a_key(option
             assert b'"cookie"' in said[0][1] and b'"cards"' in said[0][1]
 
 
+@pytest.mark.thorough
 @BOTH
 def test_who_stands_between_a_newcomer_and_a_rank_changes_what_they_say_only_without_a_key(options: Options) -> None:
     """Whoever reaches the store can have a process that returns talk to any address."""
@@ -494,8 +502,8 @@ def test_who_stands_between_a_newcomer_and_a_rank_changes_what_they_say_only_wit
         for turn in range(12):
             with between((card.host, card.reception), altered=turn % 2, draw=draw) as (address, heard):
                 try:
-                    found.append(rpc.ask(address, question, key=options.key, version=version("stormtorch")))
-                except (Garbage, NotAdmitted, OSError) as error:
+                    found.append(rpc.request(address, question, key=options.key, version=version("stormtorch")))
+                except (MalformedMessage, NotAdmitted, OSError) as error:
                     found.append(error)
             # What was recorded is no answer to another greeting.
             found.append(talk((card.host, card.reception), b"".join(heard))[1])
@@ -569,7 +577,7 @@ def test_a_rank_can_send_any_gradient(options: Options) -> None:
 
 @BOTH
 def test_who_relays_packets_faster_than_the_wire_gets_no_datagrams(options: Options) -> None:
-    with Wire(2) as wire, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as attacker:
+    with TappedNetwork(2) as wire, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as attacker:
         attacker.bind(("127.0.0.1", 0))
         attacker.setblocking(False)
 

@@ -95,6 +95,7 @@ def _in_a_process(transport: UdpTransport) -> tuple[list[bytes], int, int]:
     return results, health["shared_bytes_sent"], health["bytes_sent"]
 
 
+@pytest.mark.thorough
 def test_processes_share_memory_and_send_hardly_any_datagrams() -> None:
     told = processes(3, _in_a_process, options=SHARING)
     assert [each[0] for each in told] == local_world(3, lambda transport: some_collectives(transport, 25, seed=7))
@@ -186,6 +187,7 @@ def _fork(transport: UdpTransport) -> list[bytes]:
     return some_collectives(transport, 10, seed=5)
 
 
+@pytest.mark.thorough
 def test_a_forked_process_neither_keeps_the_memory_nor_disturbs_it() -> None:
     # In processes of their own, whose main thread forks: a fork destroys what other threads keep to themselves. There,
     # torch keeps gloo groups of earlier tests, whose end waits for a thread that the child does not have.
@@ -237,7 +239,7 @@ def test_memory_that_is_shared_is_there_from_the_start() -> None:
 
     def work(transport: UdpTransport) -> list[tuple[int, int]]:
         found = []
-        for each in transport.endpoint.offer_passage(1 - transport.rank, 1):
+        for each in transport.endpoint.offer_shared_memory(1 - transport.rank, 1):
             status = os.fstat(each)
             found.append((status.st_size, 512 * status.st_blocks))
             os.close(each)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from records import START, job_of, told
+from records import START, job_of, make_records
 from stormtorch.watch.columns import as_csv
 from stormtorch.watch.job import Job, named
-from stormtorch.watch.job_snapshot import Moment, State
+from stormtorch.watch.job_snapshot import JobSnapshot, State
 from stormtorch.watch.series import MOST_BINS, Series
 from stormtorch.watch.snapshot_json import snapshot
 
@@ -41,7 +41,7 @@ def test_a_series_takes_a_rank_whose_records_begin_earlier() -> None:
 
 
 def test_only_bins_that_are_asked_for_are_returned_unless_they_have_become_wider() -> None:
-    job = job_of(told(2, seconds=30))
+    job = job_of(make_records(2, seconds=30))
     part = snapshot(job, START + 30, "here", since=25, width_s=1.0)["series"]
     assert len(part["columns"]["time"]) == 5
     everything = snapshot(job, START + 30, "here", since=25, width_s=0.5)["series"]
@@ -50,19 +50,21 @@ def test_only_bins_that_are_asked_for_are_returned_unless_they_have_become_wider
 
 
 def test_waiting_is_split_between_the_slowest_rank_and_the_network() -> None:
-    moment = Moment(job_of(told(compute_s=lambda rank: 0.3 if rank == 2 else 0.1, wait_s=0.05)), START + 20)
-    assert moment.slowest == 2
-    assert moment.splits[0] == pytest.approx((0.1, 0.2, 0.05, 0.0))
-    assert moment.splits[2] == pytest.approx((0.3, 0.0, 0.05, 0.0))
+    job_snapshot = JobSnapshot(
+        job_of(make_records(compute_s=lambda rank: 0.3 if rank == 2 else 0.1, wait_s=0.05)), START + 20
+    )
+    assert job_snapshot.slowest == 2
+    assert job_snapshot.breakdowns[0] == pytest.approx((0.1, 0.2, 0.05, 0.0))
+    assert job_snapshot.breakdowns[2] == pytest.approx((0.3, 0.0, 0.05, 0.0))
 
 
 def test_waiting_for_views_is_counted_once() -> None:
-    split = Moment(job_of(told(wait_s=0.05, view_wait_s=0.08)), START + 20).splits[0]
+    split = JobSnapshot(job_of(make_records(wait_s=0.05, view_wait_s=0.08)), START + 20).breakdowns[0]
     assert split == pytest.approx((0.1, 0.0, 0.03, 0.02))
 
 
 def test_loss_belongs_to_the_receiver_and_rate_to_the_sender() -> None:
-    records = told(3, loss=lambda s, r: (10 * s + r) / 1000, rate=lambda s, r: 1000.0 * s + r + 1)
+    records = make_records(3, loss=lambda s, r: (10 * s + r) / 1000, rate=lambda s, r: 1000.0 * s + r + 1)
     matrix = snapshot(job_of(records), START + 20, "here")["matrix"]
     assert matrix["loss"][1][2] == 0.021  # row: rank 1 receives; column: rank 2 sends
     assert matrix["rate"][1][2] == 2002.0
@@ -70,26 +72,26 @@ def test_loss_belongs_to_the_receiver_and_rate_to_the_sender() -> None:
 
 
 def test_a_process_that_returns_takes_the_place_of_the_one_that_died() -> None:
-    records = told(3, until=lambda rank: 5 if rank == 1 else None)
+    records = make_records(3, until=lambda rank: 5 if rank == 1 else None)
     job = job_of(records)
-    again = told(3, rank_incarnation=4, rank_started=START + 9)[1]
+    again = make_records(3, rank_incarnation=4, rank_started=START + 9)[1]
     for record in again:
         job.add("another process", {**record, "time": START + 9 + record["time"] - START})
-    moment = Moment(job, START + 30)
-    assert moment.everyone[1].incarnation == 4
-    assert moment.states[1] is State.RUNNING
-    assert any("incarnation 4" in note.text for note in job.notes.values())
+    job_snapshot = JobSnapshot(job, START + 30)
+    assert job_snapshot.everyone[1].incarnation == 4
+    assert job_snapshot.states[1] is State.RUNNING
+    assert any("incarnation 4" in note.text for note in job.timeline.values())
 
 
 def test_what_all_ranks_tell_of_a_view_is_one_note() -> None:
-    records = told(4)
+    records = make_records(4)
     for rank, mine in records.items():
         mine.append({"kind": "event", "time": START + 5, "step": 19, "text": "the guard closed"})
         mine.append(
             {"kind": "view", "time": START + 6, "number": 2, "step": 20 + rank, "members": [0, 1, 2], "left": [3]}
         )
-    notes = snapshot(job_of(records), START + 20, "here")["notes"]
-    assert [(note["text"], note["who"]) for note in notes] == [
+    timeline = snapshot(job_of(records), START + 20, "here")["notes"]
+    assert [(note["text"], note["who"]) for note in timeline] == [
         ("View 1: ranks 0 to 3", ""),
         ("the guard closed", "ranks 0 to 3"),
         ("View 2: ranks 0 to 2, without rank 3", ""),
@@ -109,7 +111,7 @@ NONSENSE: list[object] = [
 
 
 def test_records_that_hold_anything_change_nothing_worse() -> None:
-    job, draw = job_of(told(2)), random.Random(3)
+    job, draw = job_of(make_records(2)), random.Random(3)
     names = [
         *("time", "kind", "rank", "host", "step", "steps", "seconds", "links", "health", "members", "number", "why")
     ]
@@ -126,27 +128,27 @@ def test_records_that_hold_anything_change_nothing_worse() -> None:
 
 
 def test_a_process_that_trains_again_after_its_end_runs() -> None:
-    job = job_of(told(2))
+    job = job_of(make_records(2))
     origin = next(iter(job.processes))
     job.add(origin, {"kind": "end", "time": START + 21, "why": "RuntimeError: x"})
-    assert Moment(job, START + 22).states[0] is State.FAILED
+    assert JobSnapshot(job, START + 22).states[0] is State.FAILED
     job.add(origin, {"kind": "steps", "time": START + 23, "step": 1, "steps": 2, "seconds": 0.2})
-    assert Moment(job, START + 24).states[0] is State.RUNNING
+    assert JobSnapshot(job, START + 24).states[0] is State.RUNNING
 
 
 def test_an_earlier_run_in_the_same_folder_does_not_hide_the_one_that_runs() -> None:
     job = Job()
-    for each in told(1, rank_incarnation=2)[0]:
+    for each in make_records(1, rank_incarnation=2)[0]:
         job.add("earlier", each)
     job.add("earlier", {"kind": "end", "time": START + 30, "why": "RuntimeError: x"})
-    for each in told(1)[0]:
+    for each in make_records(1)[0]:
         job.add("now", each | {"time": each["time"] + 1000, **({"started": START + 1000} if "started" in each else {})})
     assert job.current[0].why is None
 
 
 @pytest.mark.parametrize("odd", [{"seconds": 1e-320, "bytes_sent": 10**18}])
 def test_numbers_beyond_all_bounds_still_make_plain_data(odd: dict[str, float]) -> None:
-    job = job_of(told(2, rank_settings={"max_lag": 0}))
+    job = job_of(make_records(2, rank_settings={"max_lag": 0}))
     job.add(
         next(iter(job.processes)), {"kind": "steps", "time": START + 21, "step": 90, "steps": 1, "seconds": 1.0} | odd
     )
@@ -161,13 +163,13 @@ def test_a_flood_of_processes_views_and_events_takes_bounded_memory() -> None:
         )
         job.add("one", {"kind": "view", "time": START + number, "number": number, "members": [0]})
     assert len(job.processes) <= 4096
-    assert len(job.notes) <= 500
+    assert len(job.timeline) <= 500
     assert len(job.views) <= 500
     assert len(job.series.bins) <= MOST_BINS
 
 
 def test_the_time_series_become_a_table() -> None:
-    lines = as_csv(snapshot(job_of(told(2, seconds=3, train_loss=1.5)), START + 3, "here")).splitlines()
+    lines = as_csv(snapshot(job_of(make_records(2, seconds=3, train_loss=1.5)), START + 3, "here")).splitlines()
     head = lines[0].split(",")
     assert len(lines) == 4
     assert head[0] == "time"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from commands import ENVIRONMENT, STORMTORCH
-from records import told
+from records import make_records
 from stormtorch.telemetry.records import Record, line_of
 
 CHROMIUM = shutil.which("chromium")
@@ -90,7 +90,7 @@ def now(page: Any) -> float:
 def test_the_page_shows_a_job_that_begins_goes_bad_and_is_hostile(run: Run) -> None:
     page = run.open()
     assert page.inner_text("#sentence") == "No rank has told anything yet."
-    write(run.folder, told(4, loss=lambda s, r: 0.3 if (s, r) == (2, 1) else 0.001, train_loss=2.0), now(page))
+    write(run.folder, make_records(4, loss=lambda s, r: 0.3 if (s, r) == (2, 1) else 0.001, train_loss=2.0), now(page))
     page.wait_for_selector("#verdict[data-level='bad']")
     assert page.inner_text("#sentence") == "The link 2 -> 1 loses 30 %, the others 0.1 %."
     assert page.get_attribute("#verdict", "aria-live") == "polite"
@@ -110,7 +110,7 @@ def test_the_page_shows_a_job_that_begins_goes_bad_and_is_hostile(run: Run) -> N
 
 def test_the_matrix_is_read_with_the_keyboard_and_names_the_link(run: Run) -> None:
     page = run.open()
-    write(run.folder, told(4, loss=lambda s, r: (10 * s + r) / 1000), now(page))
+    write(run.folder, make_records(4, loss=lambda s, r: (10 * s + r) / 1000), now(page))
     page.wait_for_selector(".matrix")
     page.focus(".matrix td[tabindex='0']")
     page.keyboard.press("ArrowDown")
@@ -129,7 +129,7 @@ def test_the_matrix_is_read_with_the_keyboard_and_names_the_link(run: Run) -> No
 
 
 def test_a_screen_reader_finds_names_for_everything(run: Run) -> None:
-    write(run.folder, told(4), 1.7e9 + random.random())
+    write(run.folder, make_records(4), 1.7e9 + random.random())
     page = run.open()
     page.wait_for_selector("figure canvas")
     tree = page.locator("body").aria_snapshot()
@@ -142,7 +142,7 @@ def test_a_screen_reader_finds_names_for_everything(run: Run) -> None:
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_phone_shows_one_column_without_scrolling_sideways(run: Run, dark: bool) -> None:
     page = run.open(width=390, dark=dark)
-    write(run.folder, told(8, host=lambda rank: "a-host-with-a-rather-long-name." * 3 + str(rank)), now(page))
+    write(run.folder, make_records(8, host=lambda rank: "a-host-with-a-rather-long-name." * 3 + str(rank)), now(page))
     page.wait_for_selector("figure canvas")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     colour = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
@@ -152,7 +152,7 @@ def test_a_phone_shows_one_column_without_scrolling_sideways(run: Run, dark: boo
 @pytest.mark.parametrize("width", [500, 1300])
 def test_names_of_hosts_with_a_domain_are_not_cut(run: Run, width: int) -> None:
     page = run.open(width=width)
-    write(run.folder, told(8, host=lambda rank: f"worker-{rank}.example.org"), now(page))
+    write(run.folder, make_records(8, host=lambda rank: f"worker-{rank}.example.org"), now(page))
     page.wait_for_selector("figure canvas")
     cut = """[...document.querySelectorAll(".matrix th, .matrix .corner, .split .name")]
         .filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.textContent)"""
@@ -163,7 +163,7 @@ def test_sixty_four_ranks_have_a_matrix_and_lists_that_open(run: Run) -> None:
     loss = {(2, 5): 0.3}
     write(
         run.folder,
-        told(64, seconds=4, host=lambda rank: f"node-{rank // 8}", loss=lambda s, r: loss.get((s, r), 0.001)),
+        make_records(64, seconds=4, host=lambda rank: f"node-{rank // 8}", loss=lambda s, r: loss.get((s, r), 0.001)),
         1.7e9,
     )
     page = run.open()
@@ -190,7 +190,7 @@ def test_a_page_of_somebody_else_learns_nothing(run: Run, browser: Any) -> None:
 
 
 def test_a_report_is_the_same_page_without_a_server(tmp_path: Path, browser: Any) -> None:
-    records = told(4, loss=lambda s, r: 0.3 if (s, r) == (2, 1) else 0.001)
+    records = make_records(4, loss=lambda s, r: 0.3 if (s, r) == (2, 1) else 0.001)
     records[0].append({"kind": "event", "time": records[0][-1]["time"], "step": 1, "text": "</script>" + HOSTILE})
     for mine in records.values():
         mine.append({"kind": "end", "time": mine[-1]["time"], "step": 80, "why": "done"})

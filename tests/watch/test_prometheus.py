@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stormtorch.telemetry.metrics import METRICS
-from stormtorch.telemetry.records import Record, Who
+from stormtorch.telemetry.records import ProcessId, Record
 from stormtorch.watch.prometheus import JobMetrics, exposition
 
 pytestmark = pytest.mark.pure
@@ -57,7 +57,7 @@ def values(text: str) -> dict[str, float]:
 
 
 def test_records_become_metrics() -> None:
-    found = values(exposition({Who(0, 0, 1): records()}))
+    found = values(exposition({ProcessId(0, 0, 1): records()}))
     assert found['stormtorch_steps_total{rank="0"}'] == 10
     assert found['stormtorch_step{rank="0"}'] == 14
     assert found['stormtorch_wait_seconds_total{rank="0",stage="gradients"}'] == 0.5
@@ -75,34 +75,34 @@ def test_records_become_metrics() -> None:
 
 
 def test_every_metric_is_there_once_a_rank_has_told_everything() -> None:
-    text = exposition({Who(0, 0, 1): records()})
+    text = exposition({ProcessId(0, 0, 1): records()})
     assert re.findall(r"^# TYPE (\w+) ", text, re.M) == [metric.name for metric in METRICS]
     assert all(metric.name.endswith("_total") == (metric.kind == "counter") for metric in METRICS)
 
 
 def test_a_rank_that_has_told_little_has_few_metrics() -> None:
-    text = exposition({Who(3, 0, 1): records()[:1]})
+    text = exposition({ProcessId(3, 0, 1): records()[:1]})
     assert "stormtorch_info" in text
     assert "stormtorch_link" not in text
     assert exposition({}) == ""
 
 
 def test_labels_are_escaped() -> None:
-    assert 'host="a\\"b\\\\c\\nd"' in exposition({Who(0, 0, 1): records()})
+    assert 'host="a\\"b\\\\c\\nd"' in exposition({ProcessId(0, 0, 1): records()})
 
 
 def test_the_latest_process_of_a_rank_counts_and_sums_go_on() -> None:
     job = JobMetrics()
     later = [each | {"time": each["time"] + 1000.0} for each in records()]
-    job.take({Who(0, 2, 9): records(), Who(0, 0, 1): later[:3]})
+    job.take({ProcessId(0, 2, 9): records(), ProcessId(0, 0, 1): later[:3]})
     assert values(job.text())['stormtorch_steps_total{rank="0"}'] == 5
-    job.take({Who(0, 0, 1): later[3:4]})
+    job.take({ProcessId(0, 0, 1): later[3:4]})
     assert values(job.text())['stormtorch_steps_total{rank="0"}'] == 10
 
 
 def test_prometheus_reads_it() -> None:
     parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
-    families = list(parser.text_string_to_metric_families(exposition({Who(0, 0, 1): records()})))
+    families = list(parser.text_string_to_metric_families(exposition({ProcessId(0, 0, 1): records()})))
     assert len(families) == len(METRICS)
     assert {family.type for family in families} == {"gauge", "counter"}
     (info,) = (family for family in families if family.name == "stormtorch_info")
@@ -118,7 +118,7 @@ def test_the_dashboard_asks_for_metrics_and_labels_that_exist() -> None:
     assert names <= {metric.name for metric in METRICS}
     assert len(names) > 20
     # Labels that a legend or a sum names must be on the metric; Prometheus adds "job".
-    text = exposition({Who(0, 0, 1): records()})
+    text = exposition({ProcessId(0, 0, 1): records()})
     labels = set(re.findall(r'(\w+)="', text)) | {"job"}
     for panel in board["panels"]:
         for target in panel["targets"]:

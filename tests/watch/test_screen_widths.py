@@ -3,17 +3,18 @@
 import pytest
 from rich.console import Console
 
-from records import job_of, told
+from records import job_of, make_records
 from stormtorch.cli.tables.watch import screen
 from stormtorch.watch.snapshot_json import snapshot
 
 pytestmark = pytest.mark.pure
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
 @pytest.mark.parametrize("ranks", [2, 3, 8, 12, 20])
 def test_no_cell_is_cut(ranks: int, width: int) -> None:
-    job = job_of(told(ranks))
+    job = job_of(make_records(ranks))
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
         console.print(screen(snapshot(job, job.arrived + 1.0, "runs/today")))

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from records import told
+from records import make_records
 from stormtorch.telemetry.records import line_of
 from stormtorch.watch.sources import FolderSource
 from stormtorch.watch.watcher import Watcher
 from stormtorch.watch.web import pages, server
-from stormtorch.watch.web.access_guard import Guard
+from stormtorch.watch.web.access_guard import AccessGuard
 from stormtorch.watch.web.server import listen, server_of
 
 
@@ -25,7 +25,7 @@ from stormtorch.watch.web.server import listen, server_of
 class Page:
     """A server that runs in a thread of the test."""
 
-    guard: Guard
+    guard: AccessGuard
     port: int
 
     def get(self, path: str, *, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
@@ -44,13 +44,13 @@ class Page:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     folder = tmp_path_factory.mktemp("run")
-    for rank, records in told(3).items():
+    for rank, records in make_records(3).items():
         (folder / f"rank-{rank}-0-{rank}.jsonl").write_text("".join(line_of(each) + "\n" for each in records))
     watcher = Watcher(FolderSource(folder))
     watcher.read()
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    guard = Guard("127.0.0.1", port)
+    guard = AccessGuard("127.0.0.1", port)
     running = server_of(watcher, guard)
     thread = threading.Thread(target=lambda: running.run(sockets=[listener]), daemon=True)
     thread.start()
@@ -111,7 +111,7 @@ def test_the_page_itself_and_tunnels_to_it_get_everything(page: Page) -> None:
 
 
 def test_a_server_for_others_still_refuses_names_that_are_not_its_own() -> None:
-    guard = Guard("0.0.0.0", 80)
+    guard = AccessGuard("0.0.0.0", 80)
     assert guard.problem({"host": "192.168.1.2:80"}) is None
     assert guard.problem({"host": "evil.example"}) is not None
 
@@ -120,12 +120,12 @@ def test_a_server_for_others_answers_to_its_own_names(monkeypatch: pytest.Monkey
     monkeypatch.setattr(socket, "gethostname", lambda: "Node1")
     monkeypatch.setattr(socket, "getfqdn", lambda name: f"{name}.cluster.example")
     monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, ["login.cluster.example"], ["10.0.0.1"]))
-    guard = Guard("0.0.0.0", 80)
+    guard = AccessGuard("0.0.0.0", 80)
     for own in ("node1", "node1.cluster.example:80", "NODE1.cluster.example.", "login.cluster.example"):
         assert guard.problem({"host": own}) is None, own
     for other in ("evil.example", "node1.evil.example", "cluster.example", "node1.cluster.example.evil.example"):
         assert guard.problem({"host": other}) is not None, other
-    assert Guard("127.0.0.1", 80).problem({"host": "node1"}) is not None
+    assert AccessGuard("127.0.0.1", 80).problem({"host": "node1"}) is not None
 
 
 def test_idle_connections_keep_nobody_out_and_are_closed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

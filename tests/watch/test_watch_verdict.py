@@ -4,26 +4,26 @@ from typing import Any
 
 import pytest
 
-from records import START, job_of, told
+from records import START, job_of, make_records
 from stormtorch.telemetry.records import Record
-from stormtorch.watch.cost import cost_of
-from stormtorch.watch.diagnoses import Finding, Level
-from stormtorch.watch.job_snapshot import Moment
+from stormtorch.watch.cost import network_cost
+from stormtorch.watch.diagnoses import JobDiagnosis, Level
+from stormtorch.watch.job_snapshot import JobSnapshot
 from stormtorch.watch.verdict import judge
 
 pytestmark = pytest.mark.pure
 
 
-def judged(records: dict[int, list[Record]], now: float = START + 21) -> list[Finding]:
-    return judge(Moment(job_of(records), now))
+def judged(records: dict[int, list[Record]], now: float = START + 21) -> list[JobDiagnosis]:
+    return judge(JobSnapshot(job_of(records), now))
 
 
-def first(now: float = START + 21, **how: Any) -> Finding:
-    return judged(told(**how), now)[0]
+def first(now: float = START + 21, **how: Any) -> JobDiagnosis:
+    return judged(make_records(**how), now)[0]
 
 
 def test_a_healthy_job_is_well() -> None:
-    found = judged(told(8))
+    found = judged(make_records(8))
     assert [each.kind for each in found] == ["well"]
     assert found[0].level is Level.GOOD
     assert found[0].sentence == (
@@ -32,7 +32,7 @@ def test_a_healthy_job_is_well() -> None:
 
 
 def test_a_host_that_loses_what_it_receives_is_named_with_a_remedy() -> None:
-    found = judged(told(loss=lambda sender, receiver: 0.12 if receiver == 1 else 0.001))
+    found = judged(make_records(loss=lambda sender, receiver: 0.12 if receiver == 1 else 0.001))
     assert found[0].sentence == (
         "Host b (rank 1) loses 12 % of what it receives, from every sender: check its cable, its switch port or its "
         "receive buffer (net.core.rmem_max)."
@@ -166,7 +166,7 @@ def test_a_long_wait_names_who_does_not_wait() -> None:
 
 
 def test_a_rank_that_died_is_named_while_the_others_train_on() -> None:
-    records = told(until=lambda rank: 8 if rank == 2 else None)
+    records = make_records(until=lambda rank: 8 if rank == 2 else None)
     for rank in (0, 1, 3):
         view = {"kind": "view", "time": START + 10, "number": 2, "step": 40, "members": [0, 1, 3], "left": [2]}
         records[rank].append(view)
@@ -191,7 +191,7 @@ def test_a_rank_that_stops_telling_is_noticed_before_a_view_says_so() -> None:
 
 
 def test_a_slow_step_is_not_silence() -> None:
-    records = told(compute_s=lambda rank: 30.0)
+    records = make_records(compute_s=lambda rank: 30.0)
     assert judged(records, START + 100)[0].kind == "well"
     assert judged(records, START + 200)[0].kind == "silent"
 
@@ -202,19 +202,19 @@ def test_a_job_that_was_killed_is_told_from_one_that_ended() -> None:
 
 
 def test_an_error_is_quoted() -> None:
-    records = told()
+    records = make_records()
     records[1].append({"kind": "end", "time": START + 20, "step": 80, "why": "CUDA out of memory."})
     assert judged(records)[0].text == "Host b (rank 1) failed at step 79: CUDA out of memory"
 
 
 def test_a_finished_run_is_judged_as_a_whole() -> None:
-    records = told(loss=lambda sender, receiver: 0.2 if receiver == 1 else 0.0)
+    records = make_records(loss=lambda sender, receiver: 0.2 if receiver == 1 else 0.0)
     for mine in records.values():
         last = {**mine[-1], "links": {peer: {**link, "loss": 0.0} for peer, link in mine[-1]["links"].items()}}
         mine[-1:] = [last, {"kind": "end", "time": START + 20, "step": 80, "why": "done"}]
     found = judged(records, START + 9999)
     assert found[0].kind == "receiver", "that the last moment was fine does not make the run so"
-    assert judged(told(), START + 21)[0].text.startswith("All is well")
+    assert judged(make_records(), START + 21)[0].text.startswith("All is well")
 
 
 def test_nothing_told_is_said_so() -> None:
@@ -224,7 +224,7 @@ def test_nothing_told_is_said_so() -> None:
 
 def test_the_worst_comes_first_and_the_rest_follow() -> None:
     found = judged(
-        told(
+        make_records(
             6,
             loss=lambda sender, receiver: 0.3 if (sender, receiver) == (2, 5) else 0.001,
             rtt_s=lambda s, r: 0.08 if (s, r) == (0, 2) else 1e-3,
@@ -237,7 +237,7 @@ def test_the_worst_comes_first_and_the_rest_follow() -> None:
 def test_theory_prices_what_is_missing_by_the_policy() -> None:
     how: dict[str, Any] = {"loss": lambda sender, receiver: 0.1, "lead": 0.1}
     prices = [
-        cost_of(Moment(job_of(told(8, rank_policy=policy, **how)), START + 21)).more_steps or 0.0
+        network_cost(JobSnapshot(job_of(make_records(8, rank_policy=policy, **how)), START + 21)).more_steps or 0.0
         for policy in ("BoundedDrift", "ModelAveraging")
     ]
     assert 0.05 < prices[0] < 0.2 < prices[1]

@@ -34,7 +34,7 @@ TEST(timers_answer_as_a_scan_does_whatever_happens) {
                     break;
                 case 2:  // one becomes earlier
                     truth[owner] = std::min(truth[owner], now + static_cast<Nanos>(random() % 1000));
-                    timers.hasten(owner, truth[owner]);
+                    timers.set_earlier(owner, truth[owner]);
                     break;
                 case 3: timers.set(owner, truth[owner] = now + static_cast<Nanos>(random() % 1000)); break;
                 case 4:

@@ -91,7 +91,7 @@ TEST(all_reduce_is_exact_to_the_bit_in_a_storm_for_worlds_of_two_to_eight) {
 TEST(worked_example_of_the_protocol_runs_as_it_is_drawn) {
     // docs/protocol.md: 7,000 bytes in five chunks, rotated to begin at chunk 3, of which chunk 0 is lost once.
     std::uint32_t seq = 0;
-    while (Cut(7'000, 1440, 0, seq).start != 3) ++seq;
+    while (ChunkLayout(7'000, 1440, 0, seq).start != 3) ++seq;
     Tapped net(core_config(2), 50 * microsecond);
     Watch watch(net, 2);
     std::vector<std::string> drawn;

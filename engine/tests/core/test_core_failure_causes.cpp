@@ -52,8 +52,8 @@ AllToAll small_job(std::uint16_t world, std::uint64_t seed = 1) {
 }
 
 void check_blame(const Outcome& outcome, std::uint16_t culprit, Status cause) {
-    CHECK_EQUAL(outcome.blame.culprit, culprit);
-    CHECK_EQUAL(static_cast<int>(outcome.blame.cause), static_cast<int>(cause));
+    CHECK_EQUAL(outcome.failure_cause.culprit, culprit);
+    CHECK_EQUAL(static_cast<int>(outcome.failure_cause.cause), static_cast<int>(cause));
 }
 
 Buffer forged(Header header, std::span<const std::byte> payload = {}) {
@@ -96,7 +96,8 @@ TEST(every_survivor_blames_the_dead_rank_whoever_noticed_first) {
                 if (rank != 1) job.net.leave(rank);
             }
             job.net.run(10 * millisecond);
-            for (std::uint16_t rank = 0; rank < world; ++rank) CHECK(rank == 1 || job.net.core(rank).gone());
+            for (std::uint16_t rank = 0; rank < world; ++rank)
+                CHECK(rank == 1 || job.net.core(rank).goodbye_acknowledged());
             // An all-reduce, in which every rank needs the result that another computes from all contributions.
             if (reducing) CHECK(told > 0);
         }
@@ -224,7 +225,8 @@ TEST(blame_survives_loss_and_is_told_to_late_askers) {
     AllToAll exchange = small_job(3);
     int lost = 0;
     job.net.tap = [&](Datagram& d) {
-        if (d.header.kind == Kind::failed) CHECK(parse_blame(d.header, 3) == (Blame{1, Status::peer_silent}));
+        if (d.header.kind == Kind::failed)
+            CHECK(parse_failure_cause(d.header, 3) == (FailureCause{1, Status::peer_silent}));
         return job.alive(d) && (d.header.kind != Kind::failed || d.source != 0 || ++lost > 3);
     };
     const std::uint64_t id0 = job.net.post(0, exchange.spec(0, 0));

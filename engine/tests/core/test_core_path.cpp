@@ -149,9 +149,9 @@ TEST(peer_that_answers_but_gets_no_data_is_named_after_the_silence) {
     const Nanos begun = net.now();
     const Outcome& outcome = watch.wait(0, ids[0]);
     CHECK(outcome.status == Status::path_blocked || outcome.status == Status::peer_failed);
-    CHECK(outcome.blame.cause == Status::path_blocked);
+    CHECK(outcome.failure_cause.cause == Status::path_blocked);
     CHECK(net.now() - begun < 5 * second);
-    CHECK(watch.wait(1, ids[1]).blame.cause == Status::path_blocked);
+    CHECK(watch.wait(1, ids[1]).failure_cause.cause == Status::path_blocked);
 }
 
 TEST(receiver_that_is_late_and_has_no_room_is_not_taken_for_a_blocked_path) {

@@ -121,7 +121,7 @@ TEST(path_that_dies_costs_a_few_round_trips_and_is_used_again_when_it_returns) {
             for (int i = 0; i < 3; ++i) healthy = exchanging.run();
             exchanging.begin();
             exchanging.advance(static_cast<Nanos>(healthy * 0.4 * 1e9));
-            sim.set_path(dying, {.dark = true});
+            sim.set_path(dying, {.unreachable = true});
             const double hit = exchanging.finish();
             const double alone = exchanging.run();
             // Before it died, both carried; afterwards one did.
@@ -150,7 +150,7 @@ TEST(end_of_a_message_that_went_into_a_dying_path_comes_over_the_other) {
     for (int i = 0; i < 8; ++i) exchanging.run();
     for (std::size_t dying = 0; dying < 2; ++dying) {
         exchanging.begin();
-        sim.set_path(dying, {.dark = true});
+        sim.set_path(dying, {.unreachable = true});
         CHECK(exchanging.finish() < 0.2);
         CHECK(exchanging.run() < 0.1);
         sim.set_path(dying, {});
@@ -164,10 +164,10 @@ TEST(peer_is_silent_only_when_all_its_paths_are) {
     Sim sim(config);
     Exchanging exchanging(sim, 1 << 20);
     exchanging.run();
-    sim.set_path(0, {.dark = true});
+    sim.set_path(0, {.unreachable = true});
     exchanging.advance(5 * second);
     exchanging.run();
-    sim.set_path(1, {.dark = true});
+    sim.set_path(1, {.unreachable = true});
     Buffer sent(1000), got(1000);
     ExchangeSpec spec = exchange_on(9, 0);
     spec.sends.push_back({.peer = 1, .data = sent.data(), .bytes = sent.size()});
@@ -226,7 +226,7 @@ TEST(rank_that_leaves_says_what_arrived_over_every_path) {
     const std::uint64_t sending = sim.post(0, out), receiving = sim.post(1, in);
     watch.wait(1, receiving);
     // The last reports on one path are lost, and with them the path.
-    sim.set_path(1, {.dark = true});
+    sim.set_path(1, {.unreachable = true});
     sim.core(1).leave();
     sim.cancel(1, receiving);  // has ended: only sends what waits
     CHECK(watch.wait(0, sending).status == Status::ok);

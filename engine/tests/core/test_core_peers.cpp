@@ -250,7 +250,8 @@ TEST(leaving_is_heard_under_loss_and_ends_what_others_wait_for) {
                         soft0 = job.net.post(0, soft.spec(0, 2, lossy));
     job.net.run(5 * millisecond);
     job.net.leave(2);
-    for (const Nanos until = job.net.now() + second; !job.net.core(2).gone();) CHECK(job.net.advance(until));
+    for (const Nanos until = job.net.now() + second; !job.net.core(2).goodbye_acknowledged();)
+        CHECK(job.net.advance(until));
     const Outcome& failed = job.watch.wait(0, hard0, second);
     CHECK(failed.status == Status::peer_left);
     CHECK_EQUAL(failed.peer, 2U);

@@ -186,7 +186,7 @@ TEST(exact_exchange_under_way_fails_at_readmission_and_a_lossy_one_keeps_what_ca
     const Outcome& failed = job.watch.wait(0, hard[0]);
     CHECK(failed.status == Status::peer_silent && failed.ended == at);
     CHECK_EQUAL(failed.peer, 2U);
-    CHECK_EQUAL(failed.blame.culprit, 2U);
+    CHECK_EQUAL(failed.failure_cause.culprit, 2U);
     CHECK(failed.missing_bytes > 0);
     const Outcome& kept = job.watch.wait(0, mild[0]);
     CHECK(kept.status == Status::ok && kept.ended == at);
@@ -196,7 +196,7 @@ TEST(exact_exchange_under_way_fails_at_readmission_and_a_lossy_one_keeps_what_ca
     CHECK(job.watch.outcome(1, hard[1]) == nullptr && job.watch.outcome(1, mild[1]) == nullptr);
     job.readmit(1, 2);
     CHECK(job.watch.wait(1, hard[1]).status == Status::peer_silent);
-    CHECK_EQUAL(job.watch.wait(1, hard[1]).blame.culprit, 2U);
+    CHECK_EQUAL(job.watch.wait(1, hard[1]).failure_cause.culprit, 2U);
     CHECK(job.watch.wait(1, mild[1]).status == Status::ok);
     // Exchanges that do not involve the rank go on.
     const std::uint64_t id1 = job.net.post(1, pair1);

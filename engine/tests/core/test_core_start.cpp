@@ -129,10 +129,11 @@ TEST(a_memory_that_is_wrong_by_ten_times_costs_a_round_trip_or_two) {
 
 TEST(what_a_link_has_learned_is_what_its_line_carries) {
     Job job(among(steady_wan, 4), 4);
-    CHECK(!job.sim().core(0).path_facts(1));
+    CHECK(!job.sim().core(0).path_metrics(1));
     (void)job.steady();
-    const auto facts = job.sim().core(0).path_facts(1);
-    CHECK(facts->bytes_per_s > 0.6 * steady_wan.bytes_per_s && facts->bytes_per_s < 1.5 * steady_wan.bytes_per_s);
-    CHECK(facts->round_trip >= steady_wan.round_trip && facts->round_trip < steady_wan.round_trip + 2 * millisecond);
-    CHECK(!job.sim().core(0).path_facts(0));
+    const auto metrics = job.sim().core(0).path_metrics(1);
+    CHECK(metrics->bytes_per_s > 0.6 * steady_wan.bytes_per_s && metrics->bytes_per_s < 1.5 * steady_wan.bytes_per_s);
+    CHECK(metrics->round_trip >= steady_wan.round_trip &&
+          metrics->round_trip < steady_wan.round_trip + 2 * millisecond);
+    CHECK(!job.sim().core(0).path_metrics(0));
 }

@@ -38,7 +38,7 @@ struct Members {
         }
     }
     void set_all_dark(bool dark) {
-        for (std::uint16_t rank = 0; rank < world; ++rank) net.set_dark(rank, dark);
+        for (std::uint16_t rank = 0; rank < world; ++rank) net.set_unreachable(rank, dark);
     }
     [[nodiscard]] std::uint32_t number(std::uint16_t rank) { return net.core(rank).view_number(); }
     [[nodiscard]] std::size_t members(std::uint16_t rank) {
@@ -152,9 +152,10 @@ TEST(outage_after_losses_does_not_make_a_path_a_blocked_one) {
     watch.wait_all(ids);
     run(silence / 2);
     for (std::uint16_t rank = 0; rank < 2; ++rank) {
-        const auto standing = net.core(rank).with_views(net.now(), [&](Views& v) { return v.standing(net.now()); });
-        CHECK_EQUAL(standing.hears[0].size(), 2U);
-        CHECK_EQUAL(standing.hears[1].size(), 2U);
+        const auto connectivity =
+            net.core(rank).with_views(net.now(), [&](Views& v) { return v.connectivity(net.now()); });
+        CHECK_EQUAL(connectivity.reachable[0].size(), 2U);
+        CHECK_EQUAL(connectivity.reachable[1].size(), 2U);
     }
 }
 
@@ -196,7 +197,7 @@ TEST(exact_sum_goes_on_without_a_rank_that_the_next_view_drops) {
         Members job(network_of(4, 50e6));
         AllReduce warm(4, 10'000, 1);
         job.watch.wait_all(job.post(warm, 0));
-        job.net.set_dark(2, true);
+        job.net.set_unreachable(2, true);
         AllReduce sum(4, elements, 6);
         const auto ids = job.post(sum, 1);
         job.run(silence / 2);
@@ -238,20 +239,20 @@ TEST(goodbye_and_a_cancelled_exchange_of_a_peer_do_not_end_an_exchange_of_a_view
         CHECK(job.number(rank) > 1);
         CHECK(job.watch.outcome(rank, ids[rank]) == nullptr);
     }
-    job.net.set_dark(2, true);
+    job.net.set_unreachable(2, true);
     for (const std::uint16_t rank : Some{0, 1}) CHECK(job.watch.wait(rank, ids[rank]).status == Status::ok);
 }
 
 TEST(prospect_of_an_exchange_stays_good_when_a_peer_that_has_ended_it_leaves) {
     Members job(network_of(4, 10e6));
-    const auto prospect = [&](std::uint16_t rank, std::uint64_t id) {
-        return job.net.core(rank).prospect(id, job.net.now());
+    const auto can_complete = [&](std::uint16_t rank, std::uint64_t id) {
+        return job.net.core(rank).can_complete(id, job.net.now());
     };
     // Only ranks 0 and 1 have much to tell each other: 40 ms.
     AllToAll all(4, 30, [](auto from, auto to) { return std::size_t{from + to == 1 ? 400'000U : 100U}; });
     std::vector<std::uint64_t> ids{job.post(0, all.spec(0, 0))};
     job.run(5 * millisecond);
-    CHECK(prospect(0, ids[0]) == Prospect::unclear);
+    CHECK(can_complete(0, ids[0]) == CanComplete::unclear);
     for (const std::uint16_t rank : Some{1, 2, 3}) ids.push_back(job.post(rank, all.spec(rank, 0)));
     for (const std::uint16_t rank : Some{2, 3}) CHECK(job.watch.wait(rank, ids[rank]).status == Status::ok);
     job.net.core(3).leave();
@@ -260,11 +261,11 @@ TEST(prospect_of_an_exchange_stays_good_when_a_peer_that_has_ended_it_leaves) {
     for (const std::uint16_t rank : Some{0, 1}) {
         CHECK_EQUAL(job.number(rank), 2U);
         CHECK(job.watch.outcome(rank, ids[rank]) == nullptr);
-        CHECK(prospect(rank, ids[rank]) == Prospect::good);
+        CHECK(can_complete(rank, ids[rank]) == CanComplete::good);
     }
     for (const std::uint16_t rank : Some{0, 1}) CHECK(job.watch.wait(rank, ids[rank]).status == Status::ok);
     for (const std::uint16_t from : Some{1, 2, 3}) CHECK(all.got[0][from] == all.sent[from][0]);
-    CHECK(prospect(0, ids[0]) == Prospect::good);
+    CHECK(can_complete(0, ids[0]) == CanComplete::good);
 }
 
 TEST(exchange_has_no_prospect_once_a_peer_that_it_needs_gives_it_up_or_leaves_or_falls_silent) {
@@ -273,7 +274,7 @@ TEST(exchange_has_no_prospect_once_a_peer_that_it_needs_gives_it_up_or_leaves_or
         std::vector<std::uint64_t> ids;
         for (const std::uint16_t rank : Some{0, 1}) ids.push_back(job.post(rank, all.spec(rank, 0)));
         job.run(10 * millisecond);
-        CHECK(job.net.core(1).prospect(ids[1], job.net.now()) == Prospect::good);
+        CHECK(job.net.core(1).can_complete(ids[1], job.net.now()) == CanComplete::good);
         return ids;
     };
     const auto ends = [&](auto&& how, Nanos after) {
@@ -283,10 +284,10 @@ TEST(exchange_has_no_prospect_once_a_peer_that_it_needs_gives_it_up_or_leaves_or
         how(job, ids);
         job.run(after);
         CHECK(job.watch.outcome(1, ids[1]) == nullptr);
-        CHECK(job.net.core(1).prospect(ids[1], job.net.now()) == Prospect::none);
+        CHECK(job.net.core(1).can_complete(ids[1], job.net.now()) == CanComplete::none);
     };
     ends([](Members& job, const auto& ids) { job.net.cancel(0, ids[0]); }, 10 * millisecond);
-    ends([](Members& job, const auto&) { job.net.set_dark(0, true); }, silence + 10 * millisecond);
+    ends([](Members& job, const auto&) { job.net.set_unreachable(0, true); }, silence + 10 * millisecond);
     ends(
         [](Members& job, const auto&) {
             job.net.core(0).leave();
@@ -329,7 +330,7 @@ TEST(broadcast_whose_root_is_dropped_ends_with_what_arrived) {
     Members job(network_of(4));
     const Buffer sent = random_buffer(3 * std::size_t{14'400}, 9);
     std::vector<Buffer> got(4, Buffer(sent.size()));
-    job.net.set_dark(0, true);
+    job.net.set_unreachable(0, true);
     std::vector<std::uint64_t> ids(4);
     for (std::uint16_t rank = 1; rank < 4; ++rank) ids[rank] = job.post(rank, passed_on(rank, sent, got[rank]));
     for (std::uint16_t rank = 1; rank < 4; ++rank) {
@@ -347,7 +348,7 @@ TEST(broadcast_whose_root_is_dropped_ends_also_where_the_root_had_sent_everythin
     std::vector<std::uint64_t> ids;
     for (std::uint16_t rank = 0; rank < 4; ++rank) ids.push_back(job.post(rank, passed_on(rank, sent, got[rank])));
     job.run(200 * millisecond);
-    job.net.set_dark(0, true);
+    job.net.set_unreachable(0, true);
     for (std::uint16_t rank = 1; rank < 4; ++rank) {
         const Outcome& outcome = job.watch.wait(rank, ids[rank]);
         CHECK(outcome.status == Status::ok);
@@ -361,7 +362,7 @@ TEST(broadcast_whose_root_is_dropped_ends_also_where_the_root_had_sent_everythin
 TEST(peer_that_is_readmitted_is_dropped_from_exchanges_that_began_before) {
     Members job(network_of(3));
     AllReduce sum(3, 4'000, 10);
-    job.net.set_dark(2, true);
+    job.net.set_unreachable(2, true);
     std::vector<std::uint64_t> ids;
     for (const std::uint16_t rank : Some{0, 1}) ids.push_back(job.post(rank, sum.spec(rank, 0, Reduce::in_order)));
     job.run(100 * millisecond);
@@ -403,10 +404,10 @@ TEST(process_comes_into_a_vacant_slot_and_into_the_view) {
     const Buffer card = random_buffer(200, 15);
     for (const std::uint16_t rank : Some{0, 1, 2}) job.net.readmit(rank, 3);
     job.net.with_views(3, [&](Views& views, Nanos now) {
-        views.ask_in({3, 1}, card, now);
+        views.request_admission({3, 1}, card, now);
         views.watch(now);
     });
-    job.net.with_views(0, [&](Views& views, Nanos now) { views.ask_in({3, 1}, card, now); });
+    job.net.with_views(0, [&](Views& views, Nanos now) { views.request_admission({3, 1}, card, now); });
     job.run(4 * second);
     for (const std::uint16_t rank : Some{0, 1, 2, 3}) {
         CHECK_EQUAL(job.members(rank), 4U);
@@ -428,10 +429,10 @@ TEST(member_that_restarts_in_a_job_of_two_comes_in_again) {
     job.net.readmit(0, 1);
     const Buffer card = random_buffer(200, 17);
     job.net.with_views(1, [&](Views& views, Nanos now) {
-        views.ask_in({1, 1}, card, now);
+        views.request_admission({1, 1}, card, now);
         views.watch(now);
     });
-    job.net.with_views(0, [&](Views& views, Nanos now) { views.ask_in({1, 1}, card, now); });
+    job.net.with_views(0, [&](Views& views, Nanos now) { views.request_admission({1, 1}, card, now); });
     job.run(8 * second);
     for (const std::uint16_t rank : Some{0, 1}) CHECK_EQUAL(job.members(rank), 2U);
 }
@@ -444,7 +445,7 @@ TEST(leaving_waits_for_no_vacant_slot) {
     job.net.core(0).leave();
     job.net.with_views(0, [](Views&, Nanos) {});
     job.run(second);
-    CHECK(job.net.core(0).gone());
+    CHECK(job.net.core(0).goodbye_acknowledged());
 }
 
 TEST(datagram_in_the_name_of_a_vacant_slot_is_foreign) {

@@ -101,7 +101,7 @@ TEST(batch_is_bounded_and_begins_anew_empty) {
         batch.add(seal, number, header_of(Kind::data, seal), data);
     CHECK(throws([&] { batch.add(seal, 99, header_of(Kind::data, seal), data); }));
     batch.pin({.slot = 1, .generation = 2});
-    batch.refuse();
+    batch.mark_too_large();
     CHECK(batch.pinned() == (SlotRef{.slot = 1, .generation = 2}));
     batch.begin(4, 0);
     CHECK(batch.segments() == 0 && batch.bytes() == 0 && batch.parts().empty() && !batch.pinned());
@@ -112,15 +112,15 @@ TEST(batch_is_bounded_and_begins_anew_empty) {
 TEST(checksum_of_a_chunk_that_goes_to_several_peers_is_computed_once) {
     Seal seal(secrets_of(false), 0), other(secrets_of(false), 1);
     std::vector<std::byte> data(50, std::byte{3});
-    Checks checks(1);
+    ChunkChecksums checksums(1);
     Batch batch;
     batch.begin(1, 0);
-    batch.add(seal, 1, header_of(Kind::data, seal), data, &checks);
-    CHECK(checks.known.test(0));
-    CHECK_EQUAL(checks.values[0], seal.data_check(data));
-    checks.values[0] ^= 1U;  // a wrong one is used as it is
+    batch.add(seal, 1, header_of(Kind::data, seal), data, &checksums);
+    CHECK(checksums.known.test(0));
+    CHECK_EQUAL(checksums.values[0], seal.data_check(data));
+    checksums.values[0] ^= 1U;  // a wrong one is used as it is
     batch.begin(1, 0);
-    batch.add(seal, 1, header_of(Kind::data, seal), data, &checks);
+    batch.add(seal, 1, header_of(Kind::data, seal), data, &checksums);
     std::vector<std::byte> bytes = joined(batch);
     CHECK(!other.open(*parse_header(bytes), 1, bytes).has_value());
 }

@@ -19,7 +19,7 @@ struct World {
     }
 
     std::byte byte{};
-    Blocks blocks{16, 0};
+    BlockPool blocks{16, 0};
     Exchanges exchanges;
 };
 
@@ -74,13 +74,13 @@ TEST(earliest_timer_of_all_messages_of_all_exchanges_is_found) {
     std::vector<std::vector<Nanos>> truth(5, std::vector<Nanos>(3, never));
     const auto true_time = [&](const Exchange& exchange, Timers::Owner timer) { return truth[exchange.seq][timer]; };
     CHECK_EQUAL(world.exchanges.next_timer(true_time), never);
-    const auto hasten = [&](std::uint32_t seq, Timers::Owner timer, Nanos at) {
+    const auto set_earlier = [&](std::uint32_t seq, Timers::Owner timer, Nanos at) {
         truth[seq][timer] = at;
-        world.exchanges.hasten(*all[seq], timer, at);
+        world.exchanges.set_earlier(*all[seq], timer, at);
     };
-    hasten(3, all[3]->timer_of(all[3]->receives[0]), 30);
-    hasten(1, all[1]->timer_of(all[1]->sends[0]), 20);
-    hasten(4, Exchange::timeout_timer, 40);
+    set_earlier(3, all[3]->timer_of(all[3]->receives[0]), 30);
+    set_earlier(1, all[1]->timer_of(all[1]->sends[0]), 20);
+    set_earlier(4, Exchange::timeout_timer, 40);
     CHECK_EQUAL(world.exchanges.next_timer(true_time), 20);
     truth[1][2] = 35;  // moved on, and nobody said so
     CHECK_EQUAL(world.exchanges.next_timer(true_time), 30);

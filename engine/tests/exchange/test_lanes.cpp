@@ -89,7 +89,7 @@ TEST(masks_and_counts_of_parts_are_joined_bit_by_bit) {
     part.arrivals = {
         {.peer = 4, .chunks = 63, .arrived = 2, .bytes = 6'300, .missing_bytes = 6'100, .mask = {1ULL | 1ULL << 62}}};
     part.counts = {2, 2};
-    join(whole, std::move(part));
+    merge_outcome(whole, std::move(part));
     CHECK(whole.status == Status::ok);
     CHECK_EQUAL(whole.arrivals.size(), 1U);
     const Arrival& arrival = whole.arrivals[0];
@@ -104,11 +104,11 @@ TEST(masks_and_counts_of_parts_are_joined_bit_by_bit) {
 
 TEST(the_error_of_one_part_is_that_of_the_whole) {
     Outcome cancelled{.status = Status::closed};
-    join(cancelled, Outcome{.status = Status::peer_silent, .peer = 3, .missing_bytes = 17});
+    merge_outcome(cancelled, Outcome{.status = Status::peer_silent, .peer = 3, .missing_bytes = 17});
     CHECK(cancelled.status == Status::peer_silent && cancelled.peer == 3 && cancelled.missing_bytes == 17);
-    join(cancelled, Outcome{.status = Status::peer_left, .peer = 5});
+    merge_outcome(cancelled, Outcome{.status = Status::peer_left, .peer = 5});
     CHECK(cancelled.status == Status::peer_silent);
     Outcome well{.status = Status::ok};
-    join(well, Outcome{.status = Status::closed});
+    merge_outcome(well, Outcome{.status = Status::closed});
     CHECK(well.status == Status::closed);
 }

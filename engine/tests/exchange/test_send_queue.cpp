@@ -25,7 +25,7 @@ struct Messages {
     Outgoing& operator[](std::size_t id) { return exchanges[id - 1]->sends[0]; }
 
     std::vector<std::byte> data = std::vector<std::byte>(10 * chunk_bytes);
-    Blocks blocks{chunk_bytes, 0};
+    BlockPool blocks{chunk_bytes, 0};
     std::vector<std::unique_ptr<Exchange>> exchanges;
 };
 
@@ -84,7 +84,7 @@ TEST(queue_knows_when_only_repairs_are_left) {
     SendQueue queue;
     queue.push(messages[1]);
     CHECK(!queue.only_repairs());
-    messages[1].cursor = messages[1].cut.chunks;
+    messages[1].cursor = messages[1].layout.chunks;
     messages[1].repairs.push_back(3);
     CHECK(queue.only_repairs());
     queue.push(messages[2]);

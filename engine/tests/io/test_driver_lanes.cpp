@@ -50,11 +50,12 @@ struct Crew {
 void share_memory(Crew& crew) {
     for (std::uint16_t one = 0; one < crew.all.size(); ++one) {
         for (std::uint16_t other = 0; other < one; ++other) {
-            auto from_one = crew[one].offer_passage(other, 1), from_other = crew[other].offer_passage(one, 1);
-            crew[one].take_passage(other, std::move(from_other));
-            crew[other].take_passage(one, std::move(from_one));
-            crew[one].use_passage(other, 0);
-            crew[other].use_passage(one, 0);
+            auto from_one = crew[one].offer_shared_memory(other, 1),
+                 from_other = crew[other].offer_shared_memory(one, 1);
+            crew[one].accept_shared_memory(other, std::move(from_other));
+            crew[other].accept_shared_memory(one, std::move(from_one));
+            crew[one].use_shared_memory(other, 0);
+            crew[other].use_shared_memory(one, 0);
         }
     }
 }

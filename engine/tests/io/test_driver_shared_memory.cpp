@@ -23,11 +23,12 @@ namespace {
 
 // As two processes would, one after the other.
 void share_memory(Driver& one, std::uint16_t its_rank, Driver& other, std::uint16_t other_rank) {
-    Driver::Offer from_one = one.offer_passage(other_rank, 1), from_other = other.offer_passage(its_rank, 1);
-    one.take_passage(other_rank, std::move(from_other));
-    other.take_passage(its_rank, std::move(from_one));
-    one.use_passage(other_rank, 0);
-    other.use_passage(its_rank, 0);
+    Driver::SharedMemoryOffer from_one = one.offer_shared_memory(other_rank, 1),
+                              from_other = other.offer_shared_memory(its_rank, 1);
+    one.accept_shared_memory(other_rank, std::move(from_other));
+    other.accept_shared_memory(its_rank, std::move(from_one));
+    one.use_shared_memory(other_rank, 0);
+    other.use_shared_memory(its_rank, 0);
 }
 
 void share_memory(Team& team) {
@@ -98,13 +99,14 @@ TEST(what_goes_to_several_ranks_is_written_once) {
 
 TEST(nothing_is_passed_to_a_rank_that_does_not_read_yet) {
     Team team(2);
-    Driver::Offer from_one = team[1].offer_passage(0, 1), from_zero = team[0].offer_passage(1, 1);
-    team[0].take_passage(1, std::move(from_one));
-    team[1].take_passage(0, std::move(from_zero));
-    team[0].use_passage(1, 0);
+    Driver::SharedMemoryOffer from_one = team[1].offer_shared_memory(0, 1),
+                              from_zero = team[0].offer_shared_memory(1, 1);
+    team[0].accept_shared_memory(1, std::move(from_one));
+    team[1].accept_shared_memory(0, std::move(from_zero));
+    team[0].use_shared_memory(1, 0);
     train(team, 2, 50'000);
     CHECK_EQUAL(shared_bytes(team), 0U);
-    team[1].use_passage(0, 0);
+    team[1].use_shared_memory(0, 0);
     train(team, 2, 50'000, {}, 2);
     CHECK(shared_bytes(team) > 0);
 }
@@ -197,13 +199,14 @@ void check_that_nonsense_costs_its_writer_alone(Write write) {
     Team team(3, {}, "127.0.0.1", [](CoreConfig& config) { config.eager_bytes = 16 << 20; });
     share_memory(team[2], 2, team[0], 0);
     share_memory(team[2], 2, team[1], 1);
-    Driver::Offer from_one = team[1].offer_passage(0, 1), from_zero = team[0].offer_passage(1, 1);
+    Driver::SharedMemoryOffer from_one = team[1].offer_shared_memory(0, 1),
+                              from_zero = team[0].offer_shared_memory(1, 1);
     // What rank 1 writes to, and what it reads from.
     const RingMemory to_zero(Descriptor(dup(from_zero.ring.get()))), to_one(Descriptor(dup(from_one.ring.get())));
-    team[0].take_passage(1, std::move(from_one));
-    team[1].take_passage(0, std::move(from_zero));
-    team[0].use_passage(1, 0);
-    team[1].use_passage(0, 0);
+    team[0].accept_shared_memory(1, std::move(from_one));
+    team[1].accept_shared_memory(0, std::move(from_zero));
+    team[0].use_shared_memory(1, 0);
+    team[1].use_shared_memory(0, 0);
     train(team, 2, 10'000);
 
     AllToAll job(3, 1, [](auto, auto) { return std::size_t{8'000'000}; });
@@ -219,7 +222,7 @@ void check_that_nonsense_costs_its_writer_alone(Write write) {
     CHECK_EQUAL(severed.peer, 1);
     for (const Outcome& told : {wait_for(team[1], second), wait_for(team[2], third)}) {
         CHECK(told.status == Status::peer_left || told.status == Status::peer_failed);
-        CHECK((told.blame == Blame{1, Status::memory_broken}));
+        CHECK((told.failure_cause == FailureCause{1, Status::memory_broken}));
     }
     // Nobody can exchange anything with both, but with either.
     CHECK(team[0].near() == std::vector<std::uint16_t>{2});
@@ -266,19 +269,21 @@ TEST(a_record_that_is_nonsense_costs_only_the_rank_that_wrote_it) {
         overwrite(to_zero, {.bytes = 0xffff'ffff, .kind = Kind::data}, Record::size(1'000));
     });
     // Beyond the end of the shelf, by a little and by so much that the sum has more than 32 bits.
-    for (const std::uint32_t place : {std::uint32_t{ShelfMemory::capacity - 999}, 0xffff'fff0U}) {
+    for (const std::uint32_t position : {std::uint32_t{BroadcastMemory::capacity - 999}, 0xffff'fff0U}) {
         check_that_nonsense_costs_its_writer_alone([&](const RingMemory& to_zero, const RingMemory&) {
-            overwrite(to_zero, {.bytes = 1'000, .kind = Kind::data, .shelved = 1, .place = place}, Record::size(0));
+            overwrite(to_zero, {.bytes = 1'000, .kind = Kind::data, .in_broadcast_buffer = 1, .position = position},
+                      Record::size(0));
         });
     }
 }
 
 TEST(a_record_that_means_nothing_is_counted_and_passed_over) {
     Team team(2);
-    Driver::Offer from_one = team[1].offer_passage(0, 1), from_zero = team[0].offer_passage(1, 1);
+    Driver::SharedMemoryOffer from_one = team[1].offer_shared_memory(0, 1),
+                              from_zero = team[0].offer_shared_memory(1, 1);
     const RingMemory to_zero(Descriptor(dup(from_zero.ring.get())));
-    team[0].take_passage(1, std::move(from_one));
-    team[0].use_passage(1, 0);
+    team[0].accept_shared_memory(1, std::move(from_one));
+    team[0].use_shared_memory(1, 0);
     AllToAll job(2, 1, [](auto, auto) { return std::size_t{1'000}; });
     const std::uint64_t id = team[0].post(job.spec(0, 0));
     // No such chunk, a stage that the exchange does not have, and flags that nobody knows.
@@ -291,7 +296,7 @@ TEST(a_record_that_means_nothing_is_counted_and_passed_over) {
     }
     to_zero.shared().tail.store(tail);
     team[0].post(job.spec(0, 1));  // looks at its rings
-    team[1].take_passage(0, std::move(from_zero));
+    team[1].accept_shared_memory(0, std::move(from_zero));
     CHECK(wait_for(team[1], team[1].post(job.spec(1, 0))).status == Status::ok);
     CHECK(wait_for(team[0], id).status == Status::ok);
     CHECK(job.complete(0));
@@ -359,11 +364,13 @@ TEST(a_driver_that_is_closed_keeps_no_shared_memory) {
 
 TEST(a_descriptor_that_is_no_ring_is_refused) {
     Team team(2);
-    Driver::Offer offer = team[0].offer_passage(1, 1);
+    Driver::SharedMemoryOffer offer = team[0].offer_shared_memory(1, 1);
     const auto copy = [](const Descriptor& of) { return Descriptor(dup(of.get())); };
     const auto refused = [&](int fd) {
         try {
-            team[1].take_passage(0, {.ring = Descriptor(fd), .bell = copy(offer.bell), .shelf = copy(offer.shelf)});
+            team[1].accept_shared_memory(0, {.ring = Descriptor(fd),
+                                             .doorbell = copy(offer.doorbell),
+                                             .broadcast_buffer = copy(offer.broadcast_buffer)});
         } catch (const std::exception&) {
             return true;
         }
@@ -373,14 +380,15 @@ TEST(a_descriptor_that_is_no_ring_is_refused) {
     const int unsealed = memfd_create("other", MFD_CLOEXEC);
     CHECK(ftruncate(unsealed, 64 << 10) == 0);
     CHECK(refused(unsealed));
-    CHECK(refused(dup(offer.shelf.get())));
+    CHECK(refused(dup(offer.broadcast_buffer.get())));
     try {
-        team[1].take_passage(0, {.ring = copy(offer.ring), .bell = copy(offer.bell), .shelf = copy(offer.ring)});
+        team[1].accept_shared_memory(
+            0, {.ring = copy(offer.ring), .doorbell = copy(offer.doorbell), .broadcast_buffer = copy(offer.ring)});
         CHECK(false);
     } catch (const std::invalid_argument&) {
     }
     try {
-        team[1].use_passage(0, 0);
+        team[1].use_shared_memory(0, 0);
         CHECK(false);
     } catch (const std::invalid_argument&) {
     }
@@ -398,8 +406,8 @@ TEST(a_goodbye_to_a_rank_that_wrote_nonsense_is_said_again_until_it_is_heard_but
         auto to_zero = std::make_unique<RingMemory>(1);
         const RingMemory nonsense(Descriptor(dup(to_zero->file())));
         net.core(0).connect(1, 0,
-                            std::make_unique<Passage>(std::make_unique<RingMemory>(1), std::move(to_zero),
-                                                      std::make_unique<ShelfMemory>()),
+                            std::make_unique<SharedMemoryChannel>(std::make_unique<RingMemory>(1), std::move(to_zero),
+                                                                  std::make_unique<BroadcastMemory>()),
                             net.now());
         nonsense.shared().tail.store(~0ULL);
         (void)net.core(0).pass(net.now());
@@ -407,7 +415,7 @@ TEST(a_goodbye_to_a_rank_that_wrote_nonsense_is_said_again_until_it_is_heard_but
         net.cancel(0, 0);  // sends what is to be sent
         net.run(60 * second);
         if (deaf > 2) {
-            CHECK(goodbyes > 3 && goodbyes <= 1 + static_cast<int>(Peer::most_farewells));
+            CHECK(goodbyes > 3 && goodbyes <= 1 + static_cast<int>(Peer::most_goodbye_repeats));
             continue;
         }
         CHECK_EQUAL(goodbyes, 3);

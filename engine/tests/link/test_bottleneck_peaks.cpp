@@ -13,33 +13,33 @@ bool near(double found, double expected) { return found > 0.9 * expected && foun
 }  // namespace
 
 TEST(line_that_carried_little_has_no_peak) {
-    LinePeaks line;
+    BottleneckPeaks line;
     CHECK_EQUAL(line.take().both, 0.0);
     for (int each = 0; each < 40; ++each) line.received(1000, start + each * 5 * millisecond);
     CHECK_EQUAL(line.take().in, 0.0);
 }
 
 TEST(peak_is_the_busiest_window_and_pauses_do_not_count) {
-    LinePeaks line;
+    BottleneckPeaks line;
     for (int burst = 0; burst < 3; ++burst) {
         // Bursts at 1 MB/s, the middle one at 2 MB/s; and long pauses.
         const Nanos begin = start + burst * 10 * second;
         for (int each = 0; each <= 150; ++each) line.received(burst == 1 ? 2000 : 1000, begin + each * millisecond);
     }
-    const LinePeaks::Peaks peaks = line.take();
+    const BottleneckPeaks::Peaks peaks = line.take();
     CHECK(near(peaks.in, 2e6));
     CHECK_EQUAL(peaks.out, 0.0);
     CHECK_EQUAL(line.take().in, 0.0);  // it was taken
 }
 
 TEST(thin_line_is_measured_over_longer_windows) {
-    LinePeaks line;
+    BottleneckPeaks line;
     for (int each = 0; each <= 200; ++each) line.received(1500, start + each * 15 * millisecond);
     CHECK(near(line.take().in, 1e5));
 }
 
 TEST(bunched_reports_do_not_count_as_speed) {
-    LinePeaks line;
+    BottleneckPeaks line;
     for (int each = 0; each <= 3000; ++each) {
         const Nanos now = start + each * millisecond;
         line.sent(1000, now);
@@ -49,8 +49,8 @@ TEST(bunched_reports_do_not_count_as_speed) {
 }
 
 TEST(both_ways_count_together_only_if_they_were_busy_at_once) {
-    LinePeaks one_by_one, at_once;
-    const auto send = [](LinePeaks& line, Nanos now) {
+    BottleneckPeaks one_by_one, at_once;
+    const auto send = [](BottleneckPeaks& line, Nanos now) {
         line.sent(1000, now);
         line.delivered(1000, now);
     };
@@ -61,7 +61,7 @@ TEST(both_ways_count_together_only_if_they_were_busy_at_once) {
     }
     for (int each = 0; each <= 300; ++each) one_by_one.received(1000, start + second + each * millisecond);
     CHECK(near(one_by_one.take().both, 1e6));
-    const LinePeaks::Peaks together = at_once.take();
+    const BottleneckPeaks::Peaks together = at_once.take();
     CHECK(near(together.both, 2e6));
     CHECK(near(together.out, 1e6));
 }

@@ -39,8 +39,8 @@ struct Sender {
             report, now, [this](const Flight& f) { acked.push_back(f.chunk); },
             [this](const Flight& f) { lost.push_back(f.chunk); });
     }
-    void abandon() {
-        out.abandon([this](const Flight& f) { lost.push_back(f.chunk); });
+    void mark_all_lost() {
+        out.mark_all_lost([this](const Flight& f) { lost.push_back(f.chunk); });
     }
     void expire(Nanos now) {
         out.expire(now, [this](const Flight& f) { lost.push_back(f.chunk); });
@@ -81,7 +81,7 @@ TEST(round_trip_leaves_out_the_time_that_the_receiver_held_the_report) {
     report.held_us = 0xffff'ffff;
     sender.settle(report, start + second + millisecond);
     CHECK(sender.out.smooth_rtt() > 0);
-    CHECK(sender.out.patience() > 0);
+    CHECK(sender.out.probe_timeout() > 0);
 }
 
 TEST(only_the_way_forth_counts_as_a_queue) {
@@ -198,7 +198,7 @@ TEST(window_closes_at_the_credit_and_always_lets_one_datagram_through) {
     sender.settle(report, start + millisecond);
     CHECK(!sender.out.window_open(1));
     CHECK_EQUAL(sender.out.window_bytes(), 0U);
-    sender.abandon();
+    sender.mark_all_lost();
     CHECK(sender.out.window_open(1000));
 }
 
@@ -284,12 +284,12 @@ TEST(what_was_sent_when_nothing_more_was_left_marks_its_delivery_as_limited) {
 TEST(abandoned_flights_are_lost_at_once_and_free_the_window) {
     Sender sender;
     for (int i = 0; i < 100; ++i) sender.send(start, 1000, i % 10 == 9);
-    sender.abandon();
+    sender.mark_all_lost();
     CHECK_EQUAL(sender.lost.size(), 90U);
     CHECK_EQUAL(sender.out.in_flight_bytes(), 0U);
     CHECK_EQUAL(sender.out.probe_at(), never);
     CHECK_EQUAL(sender.out.loss_at(), never);
-    sender.abandon();
+    sender.mark_all_lost();
     CHECK_EQUAL(sender.lost.size(), 90U);
     // The peer is heard again: it had got one of them after all.
     CHECK_EQUAL(sender.send(start + second), 101U);
@@ -430,26 +430,27 @@ TEST(every_flight_gets_a_fate_and_the_window_adds_up_under_loss_both_ways) {
 
 TEST(it_gets_dark_when_answers_are_overdue_until_one_comes_or_too_much_was_sent) {
     Sender sender;
-    CHECK_EQUAL(sender.out.dark_at(), never);
+    CHECK_EQUAL(sender.out.ack_overdue_at(), never);
     const std::uint64_t first = sender.send(start);
-    CHECK_EQUAL(sender.out.dark_at(), never);  // nothing was ever answered: nobody knows how long an answer takes
+    CHECK_EQUAL(sender.out.ack_overdue_at(),
+                never);  // nothing was ever answered: nobody knows how long an answer takes
     sender.settle(report_of(first, {first}), start + millisecond);
-    CHECK_EQUAL(sender.out.dark_at(), never);  // nothing is in flight
+    CHECK_EQUAL(sender.out.ack_overdue_at(), never);  // nothing is in flight
 
     Nanos now = start + second;
     std::uint64_t last = sender.send(now);
-    const Nanos due = sender.out.dark_at();
+    const Nanos due = sender.out.ack_overdue_at();
     CHECK(due > now + millisecond && due < now + 10 * millisecond);
     now = due;
-    CHECK(sender.out.dark(now) && !sender.out.dark(now - 1));
+    CHECK(sender.out.ack_overdue(now) && !sender.out.ack_overdue(now - 1));
     last = sender.send(now);
-    CHECK(sender.out.dark(now));  // what is sent in the dark does not make it light
+    CHECK(sender.out.ack_overdue(now));  // what is sent in the dark does not make it light
     sender.settle(report_of(last, {last}), now + millisecond);
-    CHECK(!sender.out.dark(now + millisecond));
+    CHECK(!sender.out.ack_overdue(now + millisecond));
 
     now += second;
     for (int i = 0; i < 2000; ++i) sender.send(now);
-    CHECK_EQUAL(sender.out.dark_at(), never);  // nobody may be there at all
+    CHECK_EQUAL(sender.out.ack_overdue_at(), never);  // nobody may be there at all
 }
 
 TEST(burst_is_the_mean_number_of_losses_in_a_row) {

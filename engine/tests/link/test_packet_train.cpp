@@ -12,7 +12,7 @@ constexpr std::uint32_t datagram = 1'000;
 // timed by a report of its own. Returns the last finding.
 template <class Lost>
 Dispersion run(int count, Nanos sending, std::uint32_t arriving_us, Lost&& lost, std::uint32_t clock_us = 0xffff'fff0) {
-    Train train;
+    PacketTrain train;
     for (int i = 1; i <= count; ++i) train.on_send(static_cast<std::uint64_t>(i), i == 1);
     Dispersion last;
     for (int i = 1; i <= count; ++i) {
@@ -49,7 +49,7 @@ TEST(what_was_lost_of_a_train_does_not_count) {
 }
 
 TEST(few_datagrams_tell_nothing) {
-    CHECK_EQUAL(run(Train::least_datagrams, 50 * microsecond, 400, none).bytes_per_s, 0);
+    CHECK_EQUAL(run(PacketTrain::least_datagrams, 50 * microsecond, 400, none).bytes_per_s, 0);
 }
 
 TEST(arrival_times_that_nobody_can_have_seen_never_make_a_path_faster_than_what_was_sent) {
@@ -60,7 +60,7 @@ TEST(arrival_times_that_nobody_can_have_seen_never_make_a_path_faster_than_what_
 }
 
 TEST(a_train_ends_with_the_first_answer_and_another_begins_after_a_silence) {
-    Train train;
+    PacketTrain train;
     for (std::uint64_t i = 1; i <= 4; ++i) train.on_send(i, i == 1);
     train.on_arrived(1, datagram);
     train.on_timed(1, microsecond, 1'000);

@@ -214,7 +214,7 @@ TEST(contributions_on_grids_make_the_mean_of_what_arrived) {
             Bytes own = encoded(dtype, a, chunk_bytes, 1);
             const Bytes second = encoded(dtype, b, chunk_bytes, 2), third = encoded(dtype, c, chunk_bytes, 3);
             Floats wide(elements + 1, -1.0F);
-            Blocks blocks(chunk_bytes, 1 << 20);
+            BlockPool blocks(chunk_bytes, 1 << 20);
             Reduction reduction({.mode = Reduce::arrived,
                                  .wire = dtype,
                                  .out_dtype = out_dtype,
@@ -230,10 +230,10 @@ TEST(contributions_on_grids_make_the_mean_of_what_arrived) {
             };
             reduction.contribute(0, 0, chunk(second, 0));  // all of the first
             reduction.contribute(1, 0, chunk(third, 0));
-            reduction.give_up(0, 1);  // two of the second
+            reduction.mark_missing(0, 1);  // two of the second
             reduction.contribute(1, 1, chunk(third, 1));
-            reduction.give_up(0, 2);  // ours alone of the last
-            reduction.give_up(1, 2);
+            reduction.mark_missing(0, 2);  // ours alone of the last
+            reduction.mark_missing(1, 2);
             CHECK_EQUAL(reduction.final_chunks().size(), 3U);
             const Floats result = out_dtype == dtype ? decoded(dtype, own, elements, chunk_bytes) : wide;
             for (std::size_t i = 0; i < elements; ++i) {

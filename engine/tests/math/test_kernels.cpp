@@ -303,7 +303,7 @@ TEST(placing_copies_every_byte_and_no_other_at_any_alignment) {
         for (std::size_t offset = 0; offset < 70; ++offset) {
             for (const std::size_t bytes : {0, 1, 63, 64, 65, 127, 200, 330}) {
                 std::fill(to.begin(), to.end(), std::byte{0xaa});
-                place(to.data() + 100 + offset, from.data() + offset % 5, bytes, large);
+                copy_streaming(to.data() + 100 + offset, from.data() + offset % 5, bytes, large);
                 for (std::size_t i = 0; i < to.size(); ++i) {
                     const bool inside = i >= 100 + offset && i < 100 + offset + bytes;
                     CHECK(to[i] == (inside ? from[offset % 5 + i - 100 - offset] : std::byte{0xaa}));

@@ -56,7 +56,7 @@ struct Shard {
         std::fill(passing.begin(), passing.end(), std::byte{0xee});
     }
 
-    Blocks blocks{chunk_bytes, 1 << 20};
+    BlockPool blocks{chunk_bytes, 1 << 20};
     Floats own, out;
     std::vector<Floats> inputs;
     std::optional<Reduction> reduction;
@@ -99,7 +99,7 @@ TEST(chunk_is_final_when_the_last_of_its_contributors_is_settled_and_the_list_ke
     shard.contribute(1, 2);
     shard.contribute(0, 1);
     CHECK(shard.reduction->final_chunks() == (std::vector<std::uint32_t>{2, 1}));
-    shard.reduction->give_up(1, 0);
+    shard.reduction->mark_missing(1, 0);
     CHECK(shard.reduction->final_chunks() == (std::vector<std::uint32_t>{2, 1, 0}));
     CHECK(shard.reduction->counts() == (std::vector<std::uint16_t>{2, 3, 3}));
 }
@@ -111,9 +111,9 @@ TEST(lossy_mean_is_over_what_arrived) {
     for (std::uint32_t i = 0; i < 3; ++i) shard.inputs[i].assign(48, static_cast<float>(i + 2));
     for (std::uint32_t i = 0; i < 3; ++i) shard.contribute(i, 0);  // 1 + 2 + 3 + 4
     shard.contribute(1, 1);                                        // 1 + 3
-    shard.reduction->give_up(0, 1);
-    shard.reduction->give_up(2, 1);
-    for (std::uint32_t i = 0; i < 3; ++i) shard.reduction->give_up(i, 2);  // ours alone
+    shard.reduction->mark_missing(0, 1);
+    shard.reduction->mark_missing(2, 1);
+    for (std::uint32_t i = 0; i < 3; ++i) shard.reduction->mark_missing(i, 2);  // ours alone
     CHECK_EQUAL(shard.out[0], 2.5F);
     CHECK_EQUAL(shard.out[16], 2.0F);
     CHECK_EQUAL(shard.out[47], 1.0F);
@@ -126,8 +126,8 @@ TEST(lossy_sum_is_the_mean_times_the_world) {
     for (std::uint32_t i = 0; i < 3; ++i) shard.inputs[i].assign(32, static_cast<float>(i + 2));
     for (std::uint32_t i = 0; i < 3; ++i) shard.contribute(i, 1);
     shard.contribute(1, 0);
-    shard.reduction->give_up(0, 0);
-    shard.reduction->give_up(2, 0);
+    shard.reduction->mark_missing(0, 0);
+    shard.reduction->mark_missing(2, 0);
     CHECK_EQUAL(shard.out[0], 8.0F);    // (1 + 3) / 2 * 4
     CHECK_EQUAL(shard.out[16], 10.0F);  // nothing missing: the plain sum
 }
@@ -137,13 +137,13 @@ TEST(exact_reduction_that_gave_up_divides_as_the_lossy_one_does) {
     shard.own.assign(16, 1.0F);
     shard.inputs[1].assign(16, 5.0F);
     shard.contribute(1, 0);
-    shard.reduction->give_up(0, 0);
+    shard.reduction->mark_missing(0, 0);
     CHECK_EQUAL(shard.out[3], 3.0F);
 }
 
 TEST(sum_may_be_written_over_our_own_contribution) {
     for (const Reduce mode : {Reduce::in_order, Reduce::arrived}) {
-        Blocks blocks(chunk_bytes, 1 << 20);
+        BlockPool blocks(chunk_bytes, 1 << 20);
         Floats memory(32, 1.0F);
         const Floats other(32, 2.0F);
         auto* at = reinterpret_cast<std::byte*>(memory.data());
@@ -162,7 +162,7 @@ TEST(narrow_sums_are_rounded_once) {
     // 256 + 1 + 1 in bfloat16, which has 8 bits of precision: rounded after each addition it would stay 256.
     constexpr std::uint16_t big = 0x4380, one = 0x3f80, rounded = 0x4381;
     for (const Reduce mode : {Reduce::in_order, Reduce::arrived}) {
-        Blocks blocks(chunk_bytes, 1 << 20);
+        BlockPool blocks(chunk_bytes, 1 << 20);
         std::array<std::uint16_t, 32> own, out{}, input;
         own.fill(big);
         input.fill(one);
@@ -181,7 +181,7 @@ TEST(narrow_sums_are_rounded_once) {
 
 TEST(wide_result_of_a_narrow_wire_lies_at_its_own_offsets) {
     for (const Reduce mode : {Reduce::in_order, Reduce::arrived}) {
-        Blocks blocks(chunk_bytes, 1 << 20);
+        BlockPool blocks(chunk_bytes, 1 << 20);
         std::vector<std::uint16_t> own(80, 0x3f80), input(80, 0x4000);
         Floats out(80, -1.0F);
         Reduction reduction({.mode = mode,
@@ -201,7 +201,7 @@ TEST(wide_result_of_a_narrow_wire_lies_at_its_own_offsets) {
 TEST(copy_takes_the_bytes_of_its_one_contributor) {
     Shard shard(Reduce::copy, 40, 1);
     shard.contribute(0, 1);
-    shard.reduction->give_up(0, 0);
+    shard.reduction->mark_missing(0, 0);
     shard.contribute(0, 2);
     CHECK(std::equal(shard.out.begin() + 16, shard.out.end(), shard.inputs[0].begin() + 16));
     CHECK_EQUAL(shard.out[0], -1.0F);
@@ -239,7 +239,7 @@ TEST(exact_sum_is_right_for_every_order_of_arrival_and_every_absence) {
                 const Floats own = shard.own;
                 for (const std::uint32_t i : order) {
                     if ((absent >> i & 1U) != 0) {
-                        shard.reduction->give_up(i, 0);
+                        shard.reduction->mark_missing(i, 0);
                     } else {
                         shard.contribute(i, 0);
                     }

@@ -168,7 +168,7 @@ TEST(learned_addresses_are_kept_open_and_others_only_if_asked_for) {
     CHECK(world.pings >= 11 && world.pings <= 12);
 
     World asked;
-    asked.routes.keep_open(asked.now);
+    asked.routes.enable_keepalive(asked.now);
     asked.run(11 * second);
     CHECK_EQUAL(asked.pings, 4U);  // two ranks, of which the core skips its own
 }

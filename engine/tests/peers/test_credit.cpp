@@ -47,7 +47,7 @@ TEST(last_peer_that_is_awaited_gets_more_credit) {
 TEST(world_of_one_has_the_whole_buffer) { CHECK_EQUAL(Credit(1000, 1).bytes(0), 1000U); }
 
 TEST(links_share_the_line_by_what_they_still_have_to_carry) {
-    Line line(4, 0);
+    SharedBottleneck line(4, 0);
     CHECK(line.due(0));
     line.begin(0);
     CHECK(!line.due(millisecond - 1));

@@ -23,12 +23,12 @@ TEST(peer_is_silent_from_its_last_word_or_from_the_start_of_an_exchange) {
     const auto peer = make_peer();
     CHECK_EQUAL(peer->silent_at(0, silence), start + silence);
     CHECK_EQUAL(peer->silent_at(5 * second, silence), 5 * second + silence);
-    peer->hear(7 * second);
+    peer->on_received(7 * second);
     CHECK_EQUAL(peer->silent_at(5 * second, silence), 7 * second + silence);
     peer->fall_silent();
     CHECK(peer->silent() && !peer->explores_path());
     CHECK_EQUAL(peer->path_timer(), never);
-    peer->hear(8 * second);
+    peer->on_received(8 * second);
     CHECK(!peer->silent());
 }
 
@@ -38,17 +38,17 @@ TEST(peer_that_we_only_wait_for_is_pinged_four_times_in_its_silence) {
     peer->ping(3 * second, silence);
     CHECK(peer->controls.pop().kind == Kind::ping);
     CHECK_EQUAL(peer->ping_at(0, silence), 3 * second + silence / 4);
-    peer->hear(4 * second);
+    peer->on_received(4 * second);
     CHECK_EQUAL(peer->ping_at(0, silence), 4 * second + silence / 4);
 }
 
 TEST(peer_that_left_is_told_only_that_messages_are_done) {
     const auto peer = make_peer();
     peer->leave({3, Status::timed_out});
-    CHECK(peer->left() && peer->left_for() == (Blame{3, Status::timed_out}));
-    peer->say({.kind = Kind::ready});
+    CHECK(peer->left() && peer->leave_cause() == (FailureCause{3, Status::timed_out}));
+    peer->queue_control({.kind = Kind::ready});
     CHECK(peer->controls.empty());
-    peer->say({.kind = Kind::done});
+    peer->queue_control({.kind = Kind::done});
     CHECK(!peer->controls.empty());
 }
 
@@ -74,11 +74,11 @@ TEST(peers_that_nothing_happened_to_are_not_looked_at) {
     CHECK(peers.find(0) == nullptr);
     CHECK(peers.take_due(start).empty());
     peers.refresh([](std::uint16_t) {});
-    CHECK(!peers.speaks(1, start) && !peers.speaks(2, start));
-    CHECK_EQUAL(peers.talkative().next(0), 64U);  // none
-    peers[2].say({.kind = Kind::ping});
-    CHECK_EQUAL(peers.talkative().next(0), 2U);
-    CHECK(peers.speaks(2, start));
+    CHECK(!peers.may_send_control(1, start) && !peers.may_send_control(2, start));
+    CHECK_EQUAL(peers.may_have_control().next(0), 64U);  // none
+    peers[2].queue_control({.kind = Kind::ping});
+    CHECK_EQUAL(peers.may_have_control().next(0), 2U);
+    CHECK(peers.may_send_control(2, start));
     int refreshed = 0;
     peers.refresh([&](std::uint16_t rank) { refreshed += rank; });
     CHECK_EQUAL(refreshed, 2);
@@ -94,14 +94,14 @@ TEST(peer_with_a_report_for_later_is_found_when_it_is_due) {
     const Nanos due = peers.timer(1, PeerTimer::report);
     CHECK(due > start && due < start + second);
     CHECK_EQUAL(peers.next(), due);
-    CHECK(!peers.speaks(1, start));
-    CHECK(peers.talkative().test(1));  // later
+    CHECK(!peers.may_send_control(1, start));
+    CHECK(peers.may_have_control().test(1));  // later
     CHECK(!peers.awake().test(1));
     peers.wake(due - 1);
     CHECK(!peers.awake().test(1));
     peers.wake(due);
     CHECK(peers.awake().test(1));
-    CHECK(peers.speaks(1, due));
+    CHECK(peers.may_send_control(1, due));
     CHECK(peers.awake().test(1));
 }
 
@@ -111,7 +111,7 @@ TEST(peer_whose_report_falls_due_earlier_is_looked_at_again) {
     peers.put(make_peer(1));
     peers.put(make_peer(2));
     peers[1].links[0].in.arrive(1, 100, true, start);
-    CHECK(!peers.speaks(1, start) && !peers.speaks(2, start));
+    CHECK(!peers.may_send_control(1, start) && !peers.may_send_control(2, start));
     peers.credit_shrank();
     CHECK(peers.awake().test(1));
     CHECK(!peers.awake().test(2));  // nothing to report
@@ -137,7 +137,7 @@ TEST(peer_whose_queue_was_emptied_is_no_longer_asked_for_data) {
     const Credit credit(1 << 20, 2);
     Peers peers(2, credit);
     peers.put(make_peer(1));
-    Blocks blocks(16, 0);
+    BlockPool blocks(16, 0);
     ExchangeSpec spec;
     const std::byte data{};
     spec.sends.push_back({.peer = 1, .data = &data, .bytes = 1});
@@ -155,17 +155,17 @@ TEST(peer_that_was_refused_is_tried_again_when_its_time_has_come_or_it_changes) 
     Peers peers(3, credit);
     peers.put(make_peer(1));
     peers.put(make_peer(2));
-    CHECK(peers.untried().test(1) && peers.untried().test(2));
-    peers.refused(1, start + 10);
-    peers.refused(2, start + 20);
-    CHECK_EQUAL(peers.refused_until(), start + 10);
+    CHECK(peers.may_send_data().test(1) && peers.may_send_data().test(2));
+    peers.defer_sending(1, start + 10);
+    peers.defer_sending(2, start + 20);
+    CHECK_EQUAL(peers.deferred_until(), start + 10);
     peers.wake(start + 9);
-    CHECK_EQUAL(peers.untried().next(0), 64U);  // none
+    CHECK_EQUAL(peers.may_send_data().next(0), 64U);  // none
     peers.wake(start + 10);
-    CHECK(peers.untried().test(1) && !peers.untried().test(2));
-    CHECK_EQUAL(peers.refused_until(), start + 20);
+    CHECK(peers.may_send_data().test(1) && !peers.may_send_data().test(2));
+    CHECK_EQUAL(peers.deferred_until(), start + 20);
     peers.mark(2);
-    CHECK(peers.untried().test(2));
+    CHECK(peers.may_send_data().test(2));
     CHECK(peers.idle(2));  // its queue is empty: nothing to wait for
-    CHECK_EQUAL(peers.refused_until(), never);
+    CHECK_EQUAL(peers.deferred_until(), never);
 }

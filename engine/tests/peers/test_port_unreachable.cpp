@@ -47,44 +47,44 @@ AllToAll small_job(std::uint64_t seed) {
 }  // namespace
 
 TEST(peer_is_dead_when_refusals_last_and_it_does_not_answer) {
-    Doubt doubt(10 * second);
-    CHECK(!doubt.ask(0) && doubt.timer() == never);
+    PortUnreachable unreachable(10 * second);
+    CHECK(!unreachable.probe_due(0) && unreachable.timer() == never);
     unsigned asked = 0;
     Nanos now = second;
-    while (!doubt.refuse(now)) {
-        if (doubt.ask(now)) ++asked;
+    while (!unreachable.on_unreachable(now)) {
+        if (unreachable.probe_due(now)) ++asked;
         now += 10 * millisecond;
         CHECK(now < 3 * second);
     }
     CHECK(asked >= 5 && asked <= 11);
     CHECK(now >= second + 800 * millisecond && now <= 2 * second);
-    CHECK(doubt.dead() && doubt.timer() == never);
-    CHECK(doubt.silent_at(0) == now && doubt.silent_at(now) > now);
-    doubt.clear();
-    CHECK(!doubt.dead() && doubt.silent_at(0) == never);
+    CHECK(unreachable.dead() && unreachable.timer() == never);
+    CHECK(unreachable.silent_at(0) == now && unreachable.silent_at(now) > now);
+    unreachable.clear();
+    CHECK(!unreachable.dead() && unreachable.silent_at(0) == never);
 }
 
 TEST(single_refusals_are_forgotten_and_a_sign_of_life_begins_anew) {
-    Doubt doubt(10 * second);
+    PortUnreachable unreachable(10 * second);
     for (Nanos now = second; now < 100 * second; now += 5 * second) {
-        CHECK(!doubt.refuse(now));
-        for (Nanos later = now; later < now + 5 * second; later += 10 * millisecond) (void)doubt.ask(later);
-        CHECK(doubt.timer() == never);  // it is not asked for ever
+        CHECK(!unreachable.on_unreachable(now));
+        for (Nanos later = now; later < now + 5 * second; later += 10 * millisecond) (void)unreachable.probe_due(later);
+        CHECK(unreachable.timer() == never);  // it is not asked for ever
     }
     for (Nanos now = 200 * second; now < 210 * second; now += 10 * millisecond) {
-        CHECK(!doubt.refuse(now));
-        (void)doubt.ask(now);
-        if (now % (800 * millisecond) == 0) doubt.clear();
+        CHECK(!unreachable.on_unreachable(now));
+        (void)unreachable.probe_due(now);
+        if (now % (800 * millisecond) == 0) unreachable.clear();
     }
 }
 
 // A kernel answers a few times at once, and then once a second.
 TEST(two_refusals_a_second_apart_are_enough) {
-    Doubt doubt(10 * second);
+    PortUnreachable unreachable(10 * second);
     Nanos now = second;
-    for (int i = 0; i < 6; ++i) CHECK(!doubt.refuse(now));
-    for (; now < 2 * second; now += 10 * millisecond) (void)doubt.ask(now);
-    CHECK(doubt.refuse(now));
+    for (int i = 0; i < 6; ++i) CHECK(!unreachable.on_unreachable(now));
+    for (; now < 2 * second; now += 10 * millisecond) (void)unreachable.probe_due(now);
+    CHECK(unreachable.on_unreachable(now));
 }
 
 TEST(exact_exchange_ends_a_second_after_its_peer_is_refused) {
@@ -138,7 +138,7 @@ TEST(member_that_is_heard_after_a_refusal_stays) {
     World world(3, 4, 1);
     world.run_for(3 * World::silence);
     world.at(2).views->refused(1, world.now());
-    world.at(2).views->hear(1, world.now());
+    world.at(2).views->on_received(1, world.now());
     world.run_for(2 * World::silence);
     CHECK_EQUAL(world.decided().size(), 1U);
 }

@@ -9,11 +9,11 @@ using namespace storm;
 namespace {
 
 constexpr std::size_t packet = 1000;
-constexpr LineSettings megabyte_per_s{.bytes_per_s = 1e6};  // a packet takes a millisecond
+constexpr SimLinkSettings megabyte_per_s{.bytes_per_s = 1e6};  // a packet takes a millisecond
 
 // Keeps both classes waiting for `span`, and returns the bytes of low priority among those that left in it.
-double low_part(const LineSettings& settings, Nanos span) {
-    SimLine line(settings);
+double low_part(const SimLinkSettings& settings, Nanos span) {
+    SimLink line(settings);
     const Nanos end = second + span;
     Nanos now = second;
     while (now < end) {
@@ -35,7 +35,7 @@ double low_part(const LineSettings& settings, Nanos span) {
 
 TEST(packets_of_one_class_leave_one_after_another_at_the_rate_of_the_line) {
     for (const Priority each : {Priority::normal, Priority::low}) {
-        SimLine line(megabyte_per_s);
+        SimLink line(megabyte_per_s);
         for (std::uint32_t i = 0; i < 3; ++i) CHECK(line.offer(i, packet, each, second));
         Nanos now = second;
         for (std::uint32_t i = 0; i < 3; ++i) {
@@ -53,9 +53,9 @@ TEST(packets_of_one_class_leave_one_after_another_at_the_rate_of_the_line) {
 
 TEST(a_class_alone_has_the_whole_line_whatever_its_share) {
     for (const Priority only : {Priority::normal, Priority::low}) {
-        LineSettings settings = megabyte_per_s;
+        SimLinkSettings settings = megabyte_per_s;
         settings.low_share = 0.1;
-        SimLine line(settings);
+        SimLink line(settings);
         Nanos now = second;
         for (int i = 0; i < 1000; ++i) {
             CHECK(line.offer(0, packet, only, now));
@@ -68,7 +68,7 @@ TEST(a_class_alone_has_the_whole_line_whatever_its_share) {
 TEST(classes_that_both_want_the_line_get_their_shares_and_waste_nothing) {
     for (const double share : {0.01, 0.1, 0.5, 0.8}) {
         for (const double burst : {0.0, 10'000.0}) {
-            LineSettings settings = megabyte_per_s;
+            SimLinkSettings settings = megabyte_per_s;
             settings.low_share = share;
             settings.burst_bytes = burst;
             const double got = low_part(settings, 100 * second);
@@ -79,7 +79,7 @@ TEST(classes_that_both_want_the_line_get_their_shares_and_waste_nothing) {
 
 TEST(without_a_share_the_low_class_waits_until_nobody_else_does) {
     CHECK_EQUAL(low_part(megabyte_per_s, second), 0.0);
-    SimLine line(megabyte_per_s);
+    SimLink line(megabyte_per_s);
     CHECK(line.offer(0, packet, Priority::low, second));
     Nanos now = line.take(second).at;
     for (const std::uint32_t low : {1U, 2U}) CHECK(line.offer(low, packet, Priority::low, second));
@@ -94,9 +94,9 @@ TEST(without_a_share_the_low_class_waits_until_nobody_else_does) {
 }
 
 TEST(the_normal_class_goes_first_while_both_are_within_their_shares) {
-    LineSettings settings = megabyte_per_s;
+    SimLinkSettings settings = megabyte_per_s;
     settings.low_share = 0.5;
-    SimLine line(settings);
+    SimLink line(settings);
     CHECK(line.offer(0, packet, Priority::low, second));
     const Nanos now = line.take(second).at;
     CHECK(line.offer(1, packet, Priority::low, second));
@@ -105,9 +105,9 @@ TEST(the_normal_class_goes_first_while_both_are_within_their_shares) {
 }
 
 TEST(a_class_that_had_the_line_for_itself_still_gets_its_share_when_the_other_comes) {
-    LineSettings settings = megabyte_per_s;
+    SimLinkSettings settings = megabyte_per_s;
     settings.low_share = 0.5;
-    SimLine line(settings);
+    SimLink line(settings);
     Nanos now = second;
     while (now < 11 * second) {
         CHECK(line.offer(0, packet, Priority::low, now));
@@ -125,10 +125,10 @@ TEST(a_class_that_had_the_line_for_itself_still_gets_its_share_when_the_other_co
 }
 
 TEST(each_class_drops_and_counts_what_its_own_queue_cannot_hold) {
-    LineSettings settings = megabyte_per_s;
+    SimLinkSettings settings = megabyte_per_s;
     settings.queue_bytes = 5 * packet;
     settings.low_queue_bytes = 2 * packet;
-    SimLine line(settings);
+    SimLink line(settings);
     CHECK(line.offer(0, packet, Priority::normal, second));
     (void)line.take(second);  // on the line: waits no more
     for (std::uint32_t i = 0; i < 10; ++i) {
@@ -143,9 +143,9 @@ TEST(each_class_drops_and_counts_what_its_own_queue_cannot_hold) {
 }
 
 TEST(a_line_with_a_burst_passes_it_at_once_after_a_pause_and_then_keeps_its_rate) {
-    LineSettings settings = megabyte_per_s;
+    SimLinkSettings settings = megabyte_per_s;
     settings.burst_bytes = 3 * packet;
-    SimLine line(settings);
+    SimLink line(settings);
     for (std::uint32_t i = 0; i < 5; ++i) CHECK(line.offer(i, packet, Priority::normal, second));
     std::vector<Nanos> left;
     for (Nanos now = second; line.next_at() != never;) left.push_back(now = line.take(now).at);
@@ -156,7 +156,7 @@ TEST(lines_refuse_shares_that_are_none) {
     for (const double share : {-0.1, 1.0, 2.0}) {
         bool refused = false;
         try {
-            const SimLine line({.bytes_per_s = 1e6, .low_share = share});
+            const SimLink line({.bytes_per_s = 1e6, .low_share = share});
         } catch (const std::invalid_argument&) {
             refused = true;
         }

@@ -15,8 +15,8 @@ constexpr double bytes_per_s = 125e6;  // 1 Gbit/s
 constexpr Nanos delay = 50 * microsecond;
 
 SwitchSettings lines(std::size_t queue_bytes = 512 << 10) {
-    const LineSettings down{.bytes_per_s = bytes_per_s, .queue_bytes = queue_bytes};
-    LineSettings up = down;
+    const SimLinkSettings down{.bytes_per_s = bytes_per_s, .queue_bytes = queue_bytes};
+    SimLinkSettings up = down;
     up.queue_bytes = 0;
     return {.up = up, .down = down, .delay = delay};
 }
@@ -26,7 +26,9 @@ struct World {
     explicit World(std::size_t hosts, const SwitchSettings& settings = lines(), std::uint32_t response = 100'000)
         : network(hosts, settings), service({.response_bytes = response}, hosts, second) {}
 
-    void ask(std::uint16_t client, std::uint16_t server) { service.ask(client, server, now, network); }
+    void begin_request(std::uint16_t client, std::uint16_t server) {
+        service.begin_request(client, server, now, network);
+    }
     bool advance() {
         const Nanos next = std::min(network.next_at(), service.next_at());
         if (next == never) return false;
@@ -39,7 +41,7 @@ struct World {
         return true;
     }
     void run() {
-        while (service.answered().size() < service.asked() && advance()) {
+        while (service.answered().size() < service.requested() && advance()) {
         }
     }
     Nanos took(std::size_t index) { return service.answered().at(index).took; }
@@ -58,11 +60,11 @@ bool near(Nanos a, Nanos b, Nanos by = 200) { return std::abs(a - b) <= by; }
 
 TEST(a_response_of_one_segment_takes_the_request_and_its_own_way_on_an_open_connection) {
     World world(2, lines(), 1448);
-    world.ask(0, 1);
+    world.begin_request(0, 1);
     world.run();
     const Nanos first = 2 * crosses(74) + crosses(128 + 66) + crosses(1448 + 66);
     CHECK(near(world.took(0), first));
-    world.ask(0, 1);
+    world.begin_request(0, 1);
     world.run();
     CHECK(near(world.took(1), crosses(128 + 66) + crosses(1448 + 66)));
     CHECK_EQUAL(world.service.connections(), 1U);
@@ -70,7 +72,7 @@ TEST(a_response_of_one_segment_takes_the_request_and_its_own_way_on_an_open_conn
 
 TEST(a_response_of_ten_segments_leaves_in_one_window) {
     World world(2, lines(), 14480);
-    world.ask(0, 1);
+    world.begin_request(0, 1);
     world.run();
     CHECK(near(world.took(0), 2 * crosses(74) + crosses(128 + 66) + crosses(1514) + 9 * on_a_line(1514)));
 }
@@ -80,12 +82,12 @@ TEST(the_eleventh_segment_waits_for_an_acknowledgement_of_the_first_two) {
     SwitchSettings far = lines();
     far.delay = 10 * millisecond;
     World world(2, far, 11 * 1448);
-    world.ask(0, 1);
+    world.begin_request(0, 1);
     world.run();
     const Nanos trip = 2 * on_a_line(1514) + far.delay;
-    const Nanos asked = 3 * far.delay + 4 * on_a_line(74) + 2 * on_a_line(128 + 66);
+    const Nanos requested = 3 * far.delay + 4 * on_a_line(74) + 2 * on_a_line(128 + 66);
     const Nanos ack = far.delay + 2 * on_a_line(66);
-    CHECK(near(world.took(0), asked + trip + on_a_line(1514) + ack + trip, 20 * microsecond));
+    CHECK(near(world.took(0), requested + trip + on_a_line(1514) + ack + trip, 20 * microsecond));
 }
 
 TEST(a_window_is_kept_between_responses_and_forgotten_in_a_long_pause) {
@@ -93,7 +95,7 @@ TEST(a_window_is_kept_between_responses_and_forgotten_in_a_long_pause) {
     far.delay = 10 * millisecond;
     World world(2, far);
     for (int i = 0; i < 3; ++i) {
-        world.ask(0, 1);
+        world.begin_request(0, 1);
         world.run();
     }
     // Slow start takes 10, 20 and 40 segments of 70; later ones find the window open.
@@ -102,15 +104,15 @@ TEST(a_window_is_kept_between_responses_and_forgotten_in_a_long_pause) {
     while (world.advance()) {  // the last acknowledgements
     }
     world.now += 30 * second;
-    world.ask(0, 1);
+    world.begin_request(0, 1);
     world.run();
     CHECK(world.took(3) > 60 * millisecond);
 }
 
 TEST(two_responses_to_one_host_share_its_line) {
     World world(3);
-    world.ask(0, 1);
-    world.ask(0, 2);
+    world.begin_request(0, 1);
+    world.begin_request(0, 2);
     world.run();
     const Nanos both = on_a_line(2 * (100'000 + 70 * 66));
     CHECK(world.took(1) > both && world.took(1) < both + millisecond);
@@ -119,10 +121,10 @@ TEST(two_responses_to_one_host_share_its_line) {
 
 TEST(responses_of_different_hosts_do_not_wait_for_each_other) {
     World alone(4), beside(4);
-    alone.ask(0, 1);
+    alone.begin_request(0, 1);
     alone.run();
-    beside.ask(0, 1);
-    beside.ask(2, 3);
+    beside.begin_request(0, 1);
+    beside.begin_request(2, 3);
     beside.run();
     CHECK_EQUAL(beside.took(0), alone.took(0));
     CHECK_EQUAL(beside.took(1), alone.took(0));
@@ -131,7 +133,7 @@ TEST(responses_of_different_hosts_do_not_wait_for_each_other) {
 TEST(what_a_full_queue_drops_is_sent_again_and_most_responses_wait_for_no_timer) {
     // Six hosts send their first windows, of ten segments each, into a queue that holds thirty.
     World world(7, lines(30 * 1514));
-    for (std::uint16_t server = 1; server < 7; ++server) world.ask(0, server);
+    for (std::uint16_t server = 1; server < 7; ++server) world.begin_request(0, server);
     world.run();
     CHECK_EQUAL(world.service.answered().size(), 6U);
     CHECK(world.network.down(0).counts(Priority::normal).drops > 0);
@@ -213,7 +215,7 @@ TEST(all_requests_are_answered_in_the_end_however_much_was_lost) {
     network.service().stop();
     CHECK(network.service().timeouts() > 10);
     sim.run_until(sim.now() + 200 * second);
-    CHECK_EQUAL(network.service().answered().size(), network.service().asked());
+    CHECK_EQUAL(network.service().answered().size(), network.service().requested());
 }
 
 TEST(datagrams_of_cores_share_the_lines_with_the_service_and_wait_for_it_if_they_are_low) {
@@ -222,7 +224,7 @@ TEST(datagrams_of_cores_share_the_lines_with_the_service_and_wait_for_it_if_they
         config.core.world = 2;
         config.core.rate_mode = RateMode::fixed;
         config.core.bytes_per_s = bytes_per_s;
-        SharedLines shared{.network = lines(64 << 20), .priority = priority.value_or(Priority::normal)};
+        SharedNetworkSettings shared{.network = lines(64 << 20), .priority = priority.value_or(Priority::normal)};
         shared.network.up.low_queue_bytes = shared.network.down.low_queue_bytes = 64 << 20;
         SharedNetwork network(2, shared);
         config.medium = &network;

@@ -14,7 +14,7 @@ constexpr double host_bytes_per_s = 125e6;
 constexpr std::uint32_t packet_bytes = 1'250;  // ten microseconds of a host's line
 
 SwitchSettings racks_of_two(double trunk_bytes_per_s, std::size_t trunk_queue_bytes) {
-    const LineSettings host{.bytes_per_s = host_bytes_per_s, .queue_bytes = 0};
+    const SimLinkSettings host{.bytes_per_s = host_bytes_per_s, .queue_bytes = 0};
     return {.up = host,
             .down = host,
             .delay = 40 * microsecond,

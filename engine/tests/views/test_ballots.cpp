@@ -11,7 +11,7 @@ const View second_value{.number = 2, .members = {{1, 0}}};
 }  // namespace
 
 TEST(promise_shuts_out_lower_ballots) {
-    Answers answers;
+    AcceptorState answers;
     CHECK(answers.promise({2, 1, 0}));
     CHECK(answers.promise({2, 1, 0}));  // a copy of the same
     CHECK(!answers.promise({2, 0, 0}));

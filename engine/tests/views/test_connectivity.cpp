@@ -22,7 +22,7 @@ Ranks without(Ranks all, std::size_t rank) {
 Connectivity whole() {
     Connectivity net(0, 8, silence);
     for (std::uint16_t rank = 1; rank < 5; ++rank) {
-        net.hear(rank, 0);
+        net.on_received(rank, 0);
         net.report(rank, first(5), 0);
     }
     return net;
@@ -32,30 +32,30 @@ Connectivity whole() {
 
 TEST(peer_is_heard_for_a_silence_after_its_last_datagram) {
     Connectivity net = whole();
-    net.hear(3, second);
+    net.on_received(3, second);
     net.refresh(silence - 1);
-    CHECK(net.hears() == first(5));
+    CHECK(net.reachable() == first(5));
     CHECK_EQUAL(net.next_silence(), silence);
     net.refresh(silence);
-    CHECK((net.hears() - first(1)).count() == 1 && net.hears().has(3));
+    CHECK((net.reachable() - first(1)).count() == 1 && net.reachable().has(3));
 }
 
 TEST(goodbye_holds_against_what_comes_late_and_ends_with_the_next_process) {
     Connectivity net = whole();
-    net.gone(2);
-    net.hear(2, second);
-    CHECK(!net.hears().has(2));
+    net.on_goodbye(2);
+    net.on_received(2, second);
+    CHECK(!net.reachable().has(2));
     net.reset(2);
-    net.hear(2, second);
-    CHECK(net.hears().has(2));
+    net.on_received(2, second);
+    CHECK(net.reachable().has(2));
 }
 
 TEST(blocked_path_is_a_dead_link_for_a_while) {
     Connectivity net = whole();
     net.blocked(2, 0);
-    net.hear(2, second);
+    net.on_received(2, second);
     CHECK(!net.good(0, 2));
-    net.hear(2, 11 * silence);
+    net.on_received(2, 11 * silence);
     CHECK(net.good(0, 2));
 }
 
@@ -80,7 +80,7 @@ TEST(process_that_did_not_run_gives_the_others_time) {
     Connectivity net = whole();
     net.slept(100 * silence);
     net.refresh(100 * silence);
-    CHECK(net.hears() == first(5));
+    CHECK(net.reachable() == first(5));
     net.refresh(101 * silence);
-    CHECK(net.hears() == first(1));
+    CHECK(net.reachable() == first(1));
 }

@@ -18,63 +18,64 @@ View largest_view() {
     return view;
 }
 
-std::vector<NoteBody> one_of_each() {
-    std::vector<NoteBody> all;
+std::vector<ViewMessage> one_of_each() {
+    std::vector<ViewMessage> all;
     const Ballot ballot{3, 2, 1};
-    NoteBody beat{.kind = NoteKind::beat, .incarnation = 5, .number = 6, .flags = note_knocks};
-    for (std::size_t rank = 0; rank < 256; ++rank) beat.hears.add(rank);
-    for (std::uint16_t rank = 0; rank < most_asks; ++rank) beat.asks.push_back({rank, 1});
+    ViewMessage beat{.kind = ViewMessageKind::beat, .incarnation = 5, .number = 6, .flags = view_flag_wants_join};
+    for (std::size_t rank = 0; rank < 256; ++rank) beat.reachable.add(rank);
+    for (std::uint16_t rank = 0; rank < most_join_requests; ++rank) beat.join_requests.push_back({rank, 1});
     all.push_back(beat);
-    NoteBody promise{.kind = NoteKind::promise, .flags = note_blank, .ballot = ballot, .accepted = {2, 1, 0}};
+    ViewMessage promise{
+        .kind = ViewMessageKind::promise, .flags = view_flag_blank, .ballot = ballot, .accepted = {2, 1, 0}};
     for (std::uint32_t session = 0; session < most_sessions; ++session) promise.positions.push_back({session, 1, 2});
     all.push_back(promise);
-    for (const NoteKind kind : {NoteKind::prepare, NoteKind::accepted, NoteKind::refusal})
+    for (const ViewMessageKind kind : {ViewMessageKind::prepare, ViewMessageKind::accepted, ViewMessageKind::refusal})
         all.push_back({.kind = kind, .ballot = ballot});
-    for (const NoteKind kind : {NoteKind::value, NoteKind::propose})
+    for (const ViewMessageKind kind : {ViewMessageKind::value, ViewMessageKind::propose})
         all.push_back({.kind = kind, .ballot = ballot, .view = largest_view()});
-    all.push_back({.kind = NoteKind::record, .view = largest_view()});
-    all.push_back({.kind = NoteKind::request, .who = {255, 3}});
+    all.push_back({.kind = ViewMessageKind::record, .view = largest_view()});
+    all.push_back({.kind = ViewMessageKind::request, .who = {255, 3}});
     for (const std::uint32_t incarnation : {127U, 128U, 16'383U, 16'384U, 0x12345U, 0xffff'ffffU})
-        all.push_back({.kind = NoteKind::request, .incarnation = incarnation, .who = {255, incarnation}});
-    all.push_back({.kind = NoteKind::card, .who = {1, 2}, .card = std::vector<std::byte>(most_card_bytes)});
+        all.push_back({.kind = ViewMessageKind::request, .incarnation = incarnation, .who = {255, incarnation}});
+    all.push_back({.kind = ViewMessageKind::card, .who = {1, 2}, .card = std::vector<std::byte>(most_card_bytes)});
     return all;
 }
 
 }  // namespace
 
 TEST(notes_come_back_as_they_were_and_fit_into_a_datagram) {
-    for (const NoteBody& note : one_of_each()) {
-        const auto bytes = write_note(note);
-        CHECK(bytes.size() <= most_note_bytes);
-        CHECK(parse_note(bytes, capacity) == note);
+    for (const ViewMessage& note : one_of_each()) {
+        const auto bytes = write_view_message(note);
+        CHECK(bytes.size() <= most_view_message_bytes);
+        CHECK(parse_view_message(bytes, capacity) == note);
     }
 }
 
 TEST(notes_that_are_cut_or_too_long_or_name_slots_that_are_not_there_are_refused) {
-    for (const NoteBody& note : one_of_each()) {
-        auto bytes = write_note(note);
-        if (note.kind != NoteKind::card) {
+    for (const ViewMessage& note : one_of_each()) {
+        auto bytes = write_view_message(note);
+        if (note.kind != ViewMessageKind::card) {
             for (std::size_t size = 0; size < bytes.size(); ++size)
-                CHECK(!parse_note(std::span(bytes).first(size), capacity));
+                CHECK(!parse_view_message(std::span(bytes).first(size), capacity));
         }
-        const bool names_ranks = note.kind != NoteKind::card && !note.ballot;
-        CHECK(!names_ranks || !parse_note(bytes, 16));
+        const bool names_ranks = note.kind != ViewMessageKind::card && !note.ballot;
+        CHECK(!names_ranks || !parse_view_message(bytes, 16));
         bytes.push_back(std::byte{1});
-        CHECK(!parse_note(bytes, capacity));
+        CHECK(!parse_view_message(bytes, capacity));
     }
-    CHECK(!parse_note({}, capacity));
+    CHECK(!parse_view_message({}, capacity));
 }
 
 TEST(bytes_of_strangers_never_throw_and_what_parses_comes_back_the_same) {
     std::uint64_t state = 1;
-    for (const NoteBody& note : one_of_each()) {
+    for (const ViewMessage& note : one_of_each()) {
         for (int i = 0; i < 3000; ++i) {
-            auto bytes = write_note(note);
+            auto bytes = write_view_message(note);
             for (int flips = 0; flips < 3; ++flips) {
                 state = state * 6364136223846793005ULL + 1442695040888963407ULL;
                 bytes[(state >> 33) % bytes.size()] = static_cast<std::byte>(state >> 20);
             }
-            if (const auto parsed = parse_note(bytes, capacity)) CHECK(write_note(*parsed) == bytes);
+            if (const auto parsed = parse_view_message(bytes, capacity)) CHECK(write_view_message(*parsed) == bytes);
         }
     }
 }

@@ -65,7 +65,7 @@ TEST(minority_waits_and_comes_in_again) {
     world.run_for(3 * silence);
     check_agreed(world, ranks({2, 3, 4}));
     CHECK_EQUAL(world.view(0).number, 1U);
-    CHECK(!world.at(0).views->standing(world.now()).quorum);
+    CHECK(!world.at(0).views->connectivity(world.now()).quorum);
     world.heal();
     world.run_for(silence);
     check_agreed(world, ranks({0, 1, 2, 3, 4}));
@@ -195,8 +195,8 @@ TEST(frozen_process_makes_no_step_until_the_view_is_known) {
     world.run_for(silence);
     Views& views = *world.at(1).views;
     CHECK(views.advance({World::session, 1, 1}));
-    NoteBody prepare{.kind = NoteKind::prepare, .number = 1, .ballot = {5, 0, 0}};
-    views.receive(0, write_note(prepare), world.now());
+    ViewMessage prepare{.kind = ViewMessageKind::prepare, .number = 1, .ballot = {5, 0, 0}};
+    views.receive(0, write_view_message(prepare), world.now());
     CHECK(views.frozen());
     CHECK(!views.advance({World::session, 2, 1}));
     CHECK(views.advance({World::session, 1, 1}));
@@ -232,7 +232,7 @@ TEST(outsider_knocks_ever_less_often_when_it_is_thrown_out_again) {
         world.at(1).views->blocked(2, world.now());
         while (world.at(2).views->inside()) world.run_for(silence / 100);
         const Nanos out = world.now();
-        while (!world.at(2).views->standing(world.now()).knocking) world.run_for(silence / 100);
+        while (!world.at(2).views->connectivity(world.now()).requesting_join) world.run_for(silence / 100);
         waits.push_back(world.now() - out);
         while (!world.at(2).views->inside()) world.run_for(silence / 10);
     }

@@ -9,7 +9,7 @@ using namespace storm;
 
 TEST(slot_of_a_message_that_is_gone_finds_nothing_also_when_another_uses_it) {
     Slots slots;
-    Outgoing first(Cut(10, 16, 0, 0)), second(Cut(10, 16, 0, 1));
+    Outgoing first(ChunkLayout(10, 16, 0, 0)), second(ChunkLayout(10, 16, 0, 1));
     const SlotRef old = slots.add(first);
     CHECK(slots.find(old) == &first);
     slots.remove(old);
@@ -34,7 +34,7 @@ TEST(no_two_messages_have_the_same_slot) {
     std::vector<SlotRef> refs;
     for (int step = 0; step < 2000; ++step) {
         if (refs.empty() || random() % 2 == 0) {
-            messages.push_back(std::make_unique<Outgoing>(Cut(1, 16, 0, 0)));
+            messages.push_back(std::make_unique<Outgoing>(ChunkLayout(1, 16, 0, 0)));
             refs.push_back(slots.add(*messages.back()));
         } else {
             const std::size_t at = random() % refs.size();

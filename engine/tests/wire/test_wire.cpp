@@ -196,11 +196,11 @@ TEST(blame_comes_back_as_it_was_written_and_others_are_refused) {
         for (std::uint32_t culprit = 0; culprit < 2 * world; ++culprit) {
             for (std::uint32_t cause = 0; cause < 600; ++cause) {
                 const Header header{.kind = kind, .chunk = culprit, .message_bytes = cause};
-                const auto blame = parse_blame(header, world);
-                if (!blame) continue;
+                const auto failure_cause = parse_failure_cause(header, world);
+                if (!failure_cause) continue;
                 ++accepted;
                 Header same{.kind = kind};
-                write_blame(*blame, same);
+                write_failure_cause(*failure_cause, same);
                 CHECK(same == header);
             }
         }

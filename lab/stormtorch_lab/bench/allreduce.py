@@ -24,7 +24,7 @@ from stormtorch_lab.bench.results import CPU, AllReduceReport, summarize
 from stormtorch_lab.bench.rounds import Schedule, run_rounds
 from stormtorch_lab.jobs.control import BARRIER, ORDER, TIMES
 from stormtorch_lab.jobs.counters import Counters, Log, merge
-from stormtorch_lab.jobs.launch import open_lab, run_here, run_in_lab
+from stormtorch_lab.jobs.launch import open_lab, run_in_lab, run_local
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.netns.conditions import Conditions
 from stormtorch_lab.netns.lab import Lab
@@ -113,7 +113,7 @@ def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progres
         with open_lab(settings.hosts, settings.network, congestion_controls(settings.backends)) as lab:
             return run_allreduce_in(lab, settings, advance)
     conditions = _requested(settings) | surroundings()
-    logs, where = run_here(
+    logs, where = run_local(
         run_rounds,
         settings.ranks,
         (_schedule(settings),),

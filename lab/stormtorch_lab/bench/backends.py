@@ -14,7 +14,7 @@ from stormtorch.exchange.options import Options
 from stormtorch.joining.rendezvous import connect
 from stormtorch.reliability import EXACT, LOSSY, Reliability
 from stormtorch_lab.bench.tcp import opened_by
-from stormtorch_lab.jobs.control import TooSlow
+from stormtorch_lab.jobs.control import CallTimeout
 from stormtorch_lab.jobs.counters import Delivery
 from stormtorch_lab.jobs.gloo import GlooGroup, gloo_group
 from stormtorch_lab.jobs.mpi import check_mpi
@@ -47,7 +47,7 @@ _IN_FLIGHT_BYTES = 1 << 20
 
 
 # Groups with a call that was given up. Freeing one would wait for it, minutes if need be; they end with the process.
-_ABANDONED: list[GlooGroup] = []
+_ABORTED: list[GlooGroup] = []
 
 
 class Backend(Protocol):
@@ -57,7 +57,7 @@ class Backend(Protocol):
     exact: bool
     """Whether its results are exact whatever the network does."""
     limit_s: float | None
-    """A call over TCP that takes longer raises `TooSlow`; others always end by themselves."""
+    """A call over TCP that takes longer raises `CallTimeout`; others always end by themselves."""
 
     def all_reduce(self, tensor: torch.Tensor) -> Delivery:
         """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
@@ -97,7 +97,7 @@ class Gloo:
     def __init__(self, name: str, member: Member) -> None:
         self.name = name
         self.limit_s: float | None = None
-        self._group, self.connections = opened_by(lambda: _met(gloo_group(member, name)), chosen_tcp(name))
+        self._group, self.connections = opened_by(lambda: _after_barrier(gloo_group(member, name)), chosen_tcp(name))
 
     def all_reduce(self, tensor: torch.Tensor) -> Delivery:
         """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
@@ -111,13 +111,13 @@ class Gloo:
         except RuntimeError as error:
             if time.monotonic() - begin < self.limit_s:
                 raise  # a failure of another kind
-            _ABANDONED.append(self._group)
-            raise TooSlow(f"{self.name} did not end within {self.limit_s:g} s: it needs more patience") from error
+            _ABORTED.append(self._group)
+            raise CallTimeout(f"{self.name} did not end within {self.limit_s:g} s: it needs more patience") from error
         return Delivery()
 
     def close(self) -> None:
         """Ends its connections: a call that was given up would go on and disturb others."""
-        self.connections.cut()
+        self.connections.abort()
 
 
 class Mpi:
@@ -232,6 +232,6 @@ def _open_backend(name: str, member: Member, datagram_bytes: int | None) -> Back
     return Storm(name, member, options, LOSSY if name == "storm-lossy" else EXACT)
 
 
-def _met(group: GlooGroup) -> GlooGroup:
+def _after_barrier(group: GlooGroup) -> GlooGroup:
     group.barrier().wait()  # by now, everybody is connected
     return group

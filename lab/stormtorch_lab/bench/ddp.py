@@ -37,9 +37,9 @@ from stormtorch_lab.bench.replicas import (
     wire_of,
 )
 from stormtorch_lab.bench.results import CPU, BackendResult, BenchReport, ideal_s, statistics
-from stormtorch_lab.jobs.control import BARRIER, ORDER, Call, Cue, Stage, Turns
+from stormtorch_lab.jobs.control import BARRIER, ORDER, Call, LabRequest, RoundRobin, Stage
 from stormtorch_lab.jobs.counters import Counters, Log, Sample, merge
-from stormtorch_lab.jobs.launch import open_lab, run_here, run_in_lab
+from stormtorch_lab.jobs.launch import open_lab, run_in_lab, run_local
 from stormtorch_lab.jobs.ranks import Member
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.netns.conditions import Conditions
@@ -194,7 +194,7 @@ def run_ddp(settings: DdpSettings, advance: Advance = ignore_progress) -> DdpRep
         "cpu": CPU + "; here the gradients are the tensor, and what a step without communication takes is subtracted",
     } | surroundings()
     if settings.network is None:
-        logs, where = run_here(_rank_steps, settings.ranks, (settings,), timeout_s=settings.timeout_s, advance=advance)
+        logs, where = run_local(_rank_steps, settings.ranks, (settings,), timeout_s=settings.timeout_s, advance=advance)
     else:
         with open_lab(settings.hosts, settings.network, congestion_controls(settings.backends)) as lab:
             logs, where = run_in_lab(
@@ -307,30 +307,30 @@ def _rank_steps(member: Member, settings: DdpSettings) -> Log:
     )
     with Stage(member, replicas, patience_s=settings.patience_s if lab else None, lab=lab) as stage:
         size_bytes = _check_without_loss(stage, log)
-        stage.cue(Cue.LOSE)
-        turns = Turns(stage, size_bytes, partial(_turn, settings.steps))
+        stage.cue(LabRequest.LOSE)
+        round_robin_calls = RoundRobin(stage, size_bytes, partial(_steps_call, settings.steps))
         for round_index in range(settings.warmup):
-            for replica, sample in turns.round(round_index):
+            for replica, sample in round_robin_calls.round(round_index):
                 if sample.gave_up:
                     log.samples.append(_per_step(replica, sample))  # there will be no other
                 elif replica.name != NO_SYNC:
                     _check_alike(stage, replica)
         before = {storm.name: Counters.of(storm.transport) for storm in storms}
-        stage.cue(Cue.COUNT)
-        turns = Turns(stage, size_bytes, partial(_turn, settings.steps))
+        stage.cue(LabRequest.COUNT)
+        round_robin_calls = RoundRobin(stage, size_bytes, partial(_steps_call, settings.steps))
         for round_index in range(settings.iters):
-            log.samples.extend(_per_step(replica, sample) for replica, sample in turns.round(round_index))
+            log.samples.extend(_per_step(replica, sample) for replica, sample in round_robin_calls.round(round_index))
             if member.rank == 0:
-                member.tell(f"{size_bytes / 4e6:.3g} M parameters")
-        stage.cue(Cue.READ)
+                member.report(f"{size_bytes / 4e6:.3g} M parameters")
+        stage.cue(LabRequest.READ)
         for storm in storms:
             log.counters[storm.name, size_bytes] = Counters.of(storm.transport) - before[storm.name]
     close_groups()
     return log
 
 
-def _turn(steps: int, replica: Replica) -> Call:
-    return partial(replica.turn, steps)
+def _steps_call(steps: int, replica: Replica) -> Call:
+    return partial(replica.run_steps, steps)
 
 
 def _per_step(replica: Replica, sample: Sample) -> Sample:
@@ -341,21 +341,21 @@ def _per_step(replica: Replica, sample: Sample) -> Sample:
 def _check_without_loss(stage: Stage[Replica], log: Log) -> int:
     """Makes the first step of all, from the same weights: every replica must end with the mean. Returns its bytes."""
     *replicas, local = stage.contenders
-    local.turn(1)
+    local.run_steps(1)
     mean = [gradient.clone() for gradient in local.gradients()]
     for gradient in mean:
         stage.control.allreduce([gradient]).wait()
         gradient /= stage.member.world
     size_bytes = sum(gradient.nbytes for gradient in mean)
     for replica in replicas:
-        sample = stage.timed(replica, _turn(1, replica), size_bytes, 0)
+        sample = stage.timed(replica, _steps_call(1, replica), size_bytes, 0)
         if sample.gave_up:
             log.samples.append(sample)  # there will be no other
             continue
         _check_alike(stage, replica)
         # Where a line has a rate, its queue may overflow while a backend finds out about it; what one rank has lost is
         # missing in its part of everyone's mean.
-        if stage.everywhere(sample.arrived == 1.0):
+        if stage.on_all_ranks(sample.arrived == 1.0):
             _check_mean(replica, mean)
     return size_bytes
 
@@ -366,7 +366,7 @@ def _check_alike(stage: Stage[Replica], replica: Replica) -> None:
     total = own.clone()
     stage.control.allreduce([total]).wait()
     different = int((total != own * stage.member.world).sum())
-    if not stage.everywhere(different == 0):
+    if not stage.on_all_ranks(different == 0):
         raise RuntimeError(f"{replica.name}: {different} of {own.numel()} tensors differ between ranks")
 
 

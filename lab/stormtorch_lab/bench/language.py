@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from stormtorch_lab.bench.replicas import Replica, Task, next_token_loss
+from stormtorch_lab.bench.replicas import Replica, Workload, next_token_loss
 from stormtorch_lab.jobs.control import Stage
 from stormtorch_lab.tasks.data.corpus import open_corpus
 from stormtorch_lab.tasks.models.llama import Llama, LlamaSize
@@ -23,7 +23,7 @@ def language_task(
     lr: float,
     seed: int,
     text: Path | None = None,
-) -> tuple[Task, torch.Tensor]:
+) -> tuple[Workload, torch.Tensor]:
     """A LLaMA that reads bytes, learned by AdamW; and this rank's part of the text that is held out.
 
     Args:
@@ -47,7 +47,7 @@ def language_task(
         return _windows(corpus.training, batch * world, context, generator)[rank::world]
 
     held_out = _windows(corpus.validation, _VALIDATION_SEQUENCES, context, torch.Generator().manual_seed(0))
-    task = Task(model, lambda each: torch.optim.AdamW(each.parameters(), lr=lr, betas=(0.9, 0.95)), draw)
+    task = Workload(model, lambda each: torch.optim.AdamW(each.parameters(), lr=lr, betas=(0.9, 0.95)), draw)
     return task, held_out[rank::world]
 
 

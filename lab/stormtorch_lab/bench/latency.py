@@ -19,7 +19,7 @@ from stormtorch_lab.bench.rounds import Schedule, run_rounds
 from stormtorch_lab.jobs.control import BARRIER, TIMES
 from stormtorch_lab.jobs.counters import Log, merge
 from stormtorch_lab.jobs.gloo import gloo_group
-from stormtorch_lab.jobs.launch import run_here
+from stormtorch_lab.jobs.launch import run_local
 from stormtorch_lab.jobs.ranks import LOOPBACK, Member
 from stormtorch_lab.jobs.surroundings import surroundings
 
@@ -115,7 +115,7 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
         "idle_s": settings.idle_s,
         "empty_exchange": "ranks 0 and 1, back to back; slower of the two, median",
     } | surroundings()
-    ranks, where = run_here(
+    ranks, where = run_local(
         _rank_latency,
         settings.ranks,
         (settings,),
@@ -169,13 +169,13 @@ def _rank_latency(member: Member, settings: LatencySettings) -> _RankLatency:
     return _RankLatency(run_rounds(member, schedule), empty_s, idle_cpu)
 
 
-def _idle_cpu(meet: Callable[[], object], idle_s: float) -> float:
-    meet()
+def _idle_cpu(barrier: Callable[[], object], idle_s: float) -> float:
+    barrier()
     time.sleep(0.2)  # what connecting has left to do is not idleness
     cpu_s, begin = time.process_time(), time.perf_counter()
     time.sleep(idle_s)
     used = (time.process_time() - cpu_s) / (time.perf_counter() - begin)
-    meet()
+    barrier()
     return used
 
 

@@ -16,17 +16,17 @@ from stormtorch_lab.bench.backends import chosen_tcp, congestion_controls
 from stormtorch_lab.bench.convergence import ConvergenceSettings, Curve, Point
 from stormtorch_lab.bench.language import evaluate, language_task, slowest
 from stormtorch_lab.bench.replicas import GlooReplica, Replica, close_groups, open_groups, open_replica
-from stormtorch_lab.jobs.control import Cue, Stage
+from stormtorch_lab.jobs.control import LabRequest, Stage
 from stormtorch_lab.jobs.counters import Delivery
 from stormtorch_lab.jobs.failed import RankFailed
-from stormtorch_lab.jobs.launch import open_lab, run_here, run_in_lab
+from stormtorch_lab.jobs.launch import open_lab, run_in_lab, run_local
 from stormtorch_lab.jobs.ranks import Member
 from stormtorch_lab.tasks.models.llama import Llama
 
 Watch = Callable[[Point], None]
 """Function that is called with each evaluation."""
 # Seconds in which a turn whose connections were cut must have ended.
-_CUT_S = 5.0
+_ABORT_S = 5.0
 # Payload of a datagram where faults are injected: loss then strikes chunks of the size that it would on a network.
 _ETHERNET_BYTES = 1472
 
@@ -47,11 +47,11 @@ def run_convergence(
     """
     names = settings.contenders
     clocks_s = dict.fromkeys(names, 0.0)
-    heard: dict[str, list[Point]] = {name: [] for name in names}
+    received: dict[str, list[Point]] = {name: [] for name in names}
 
-    def hear(point: object) -> None:
+    def on_report(point: object) -> None:
         assert isinstance(point, Point)
-        heard[point.backend].append(point)
+        received[point.backend].append(point)
         clocks_s[point.backend] = settings.seconds if point.gave_up else min(point.clock_s, settings.seconds)
         advance(f"{point.backend}, loss {point.loss:.2f} on {settings.ranks} ranks", round(sum(clocks_s.values())))
         if watch is not None:
@@ -65,18 +65,25 @@ def run_convergence(
             advance(group[0], round(sum(clocks_s.values())))
             args, limit_s = (settings, group), settings.timeout_s
             if lab is None or network is None:
-                ranks, where = run_here(
-                    _rank_learns, settings.ranks, args, timeout_s=limit_s, advance=advance, hear=hear
+                ranks, where = run_local(
+                    _rank_learns, settings.ranks, args, timeout_s=limit_s, advance=advance, on_report=on_report
                 )
             else:
                 try:
                     ranks, where = run_in_lab(
-                        _rank_learns, lab, network, settings.ranks, args, timeout_s=limit_s, advance=advance, hear=hear
+                        _rank_learns,
+                        lab,
+                        network,
+                        settings.ranks,
+                        args,
+                        timeout_s=limit_s,
+                        advance=advance,
+                        on_report=on_report,
                     )
                 except RankFailed:
-                    if not heard[group[-1]] or not heard[group[-1]][-1].gave_up:
+                    if not received[group[-1]] or not received[group[-1]][-1].gave_up:
                         raise
-                    yield Curve.of(heard[group[-1]], params=_params(settings), tcp=chosen_tcp(group[-1]))
+                    yield Curve.of(received[group[-1]], params=_params(settings), tcp=chosen_tcp(group[-1]))
                     continue
             for curves in zip(*ranks, strict=True):
                 arrived = sum(curve.arrived for curve in curves) / len(curves)
@@ -151,20 +158,20 @@ def _rank_learns(member: Member, settings: ConvergenceSettings, names: tuple[str
     # Without loss there is no fault injection at all, as it looks at every datagram.
     losing = faults(loss=settings.faults, seed=settings.seed) if settings.faults else contextlib.nullcontext()
     with Stage(member, [each.replica for each in learners], patience_s=patience_s, lab=lab) as stage:
-        tell = member.tell if member.rank == 0 else lambda _point: None
-        stage.cue(Cue.LOSE)
-        stage.cue(Cue.COUNT)
+        report = member.report if member.rank == 0 else lambda _point: None
+        stage.cue(LabRequest.LOSE)
+        stage.cue(LabRequest.COUNT)
         with losing:
             for learner in learners:
-                tell(learner.begin(evaluate(stage, learner.replica, held_out)))
+                report(learner.begin(evaluate(stage, learner.replica, held_out)))
             # All ranks have the same clocks, and so choose the same learner.
             while active := [each for each in learners if _goes_on(each, settings.seconds)]:
                 learner = min(active, key=lambda each: each.clock_s)
                 with _ending(member, learner, patience_s):
                     point = learner.learn(stage, settings, held_out)
-                tell(point)
+                report(point)
             stage.barrier()  # a rank that is done first must not spare the others a part of the loss
-        stage.cue(Cue.READ)
+        stage.cue(LabRequest.READ)
     close_groups()
     params = sum(parameter.numel() for parameter in task.model.parameters())
     return [Curve.of(each.points, params=params, tcp=_tcp(each.replica)) for each in learners]
@@ -181,10 +188,10 @@ def _ending(member: Member, learner: _Learner, patience_s: float | None) -> Iter
 
     def end() -> None:
         if member.rank == 0:
-            member.tell(Point(**asdict(learner.points[-1]) | {"gave_up": True}))
+            member.report(Point(**asdict(learner.points[-1]) | {"gave_up": True}))
         os._exit(1)
 
-    last_resort = threading.Timer(patience_s + _CUT_S * (1 if member.rank == 0 else 2), end)
+    last_resort = threading.Timer(patience_s + _ABORT_S * (1 if member.rank == 0 else 2), end)
     last_resort.daemon = True
     last_resort.start()
     try:
@@ -202,6 +209,6 @@ def _tcp(replica: Replica) -> str | None:
 
 
 def _steps(replica: Replica, count: int) -> Delivery:
-    delivery = replica.turn(count)
+    delivery = replica.run_steps(count)
     replica.synchronise()
     return delivery

@@ -27,7 +27,7 @@ from stormtorch.telemetry.ledger import Ledger
 from stormtorch.udp.udp import UdpTransport
 from stormtorch_lab.bench.backends import chosen_tcp
 from stormtorch_lab.bench.tcp import opened_by
-from stormtorch_lab.jobs.control import TooSlow
+from stormtorch_lab.jobs.control import CallTimeout
 from stormtorch_lab.jobs.counters import Delivery
 from stormtorch_lab.jobs.ranks import Member
 from stormtorch_lab.policies.presets import WIRES
@@ -97,7 +97,7 @@ def transformer(params_m: float) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Task:
+class Workload:
     """Task that every replica learns, each with a model and an optimizer of its own."""
 
     model: nn.Module
@@ -110,7 +110,7 @@ class Task:
 class Replica:
     """A model, its optimizer, and a group that keeps it in step with those of other ranks. It owns the group."""
 
-    def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task) -> None:
+    def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, task: Workload) -> None:
         self.name = name
         self.limit_s: float | None = None
         self.wire = wire_of(name)
@@ -124,7 +124,7 @@ class Replica:
         self._batch = task.batch
         self._on_gpu = any(parameter.is_cuda for parameter in model.parameters())
 
-    def turn(self, steps: int) -> Delivery:
+    def run_steps(self, steps: int) -> Delivery:
         """Makes so many steps, each right behind the other; returns when this rank has the last one's parameters."""
         self.begun = 0
         for _ in range(steps):
@@ -173,7 +173,7 @@ class StormReplica(Replica):
         name: str,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        task: Task,
+        task: Workload,
         group: StormProcessGroup,
     ) -> None:
         super().__init__(name, model, optimizer, task)
@@ -190,7 +190,7 @@ class StormReplica(Replica):
 class DdpReplica(StormReplica):
     """Replica under DistributedDataParallel: exact, or lossy by its hook."""
 
-    def __init__(self, name: str, task: Task, member: Member, datagram_bytes: int | None = None) -> None:
+    def __init__(self, name: str, task: Workload, member: Member, datagram_bytes: int | None = None) -> None:
         group = _storm(member, datagram_bytes)
         model, optimizer = _data_parallel(task, group)
         super().__init__(name, model, optimizer, task, group)
@@ -198,10 +198,10 @@ class DdpReplica(StormReplica):
         if name in LOSSY:
             model.register_comm_hook(self._state, lossy_hook)
 
-    def turn(self, steps: int) -> Delivery:
+    def run_steps(self, steps: int) -> Delivery:
         """See `Replica`."""
         buckets, arrived = self._state.reductions, self._state.arrived_sum
-        delivery = super().turn(steps)
+        delivery = super().run_steps(steps)
         buckets = self._state.reductions - buckets
         return Delivery((self._state.arrived_sum - arrived) / buckets) if buckets else delivery
 
@@ -212,7 +212,7 @@ class PreparedReplica(StormReplica):
     def __init__(
         self,
         name: str,
-        task: Task,
+        task: Workload,
         member: Member,
         policy: Policy,
         datagram_bytes: int | None = None,
@@ -235,10 +235,10 @@ class PreparedReplica(StormReplica):
     def _count(self, _row: object) -> None:
         self._exchanges += 1
 
-    def turn(self, steps: int) -> Delivery:
+    def run_steps(self, steps: int) -> Delivery:
         """See `Replica`."""
         self._exchanges = 0
-        super().turn(steps)
+        super().run_steps(steps)
         rows = list(itertools.islice(reversed(self._session.ledger.rows), self._exchanges))
         return Delivery(sum(row.arrived for row in rows) / len(rows)) if rows else Delivery()
 
@@ -258,7 +258,7 @@ class PreparedReplica(StormReplica):
 class DriftReplica(PreparedReplica):
     """Replica prepared for `BoundedDrift`, by its name."""
 
-    def __init__(self, name: str, task: Task, member: Member, datagram_bytes: int | None = None) -> None:
+    def __init__(self, name: str, task: Workload, member: Member, datagram_bytes: int | None = None) -> None:
         self._begun_with = [parameter.detach().clone() for parameter in task.model.parameters()]
         wire, standby, hierarchy = WIRES[DRIFT[name]], int(name not in _ALONE), name not in _FLAT
         shards: Literal["equal", "rate"] = "rate" if name in _BY_RATE else "equal"
@@ -283,27 +283,27 @@ class GlooReplica(Replica):
     A turn that takes too long is ended by cutting its connections: DistributedDataParallel has no other way out.
     """
 
-    def __init__(self, name: str, task: Task, member: Member) -> None:
+    def __init__(self, name: str, task: Workload, member: Member) -> None:
         group, self.connections = opened_by(lambda: _gloo(member.interface), chosen_tcp(name))
         super().__init__(name, *_data_parallel(task, group), task)
         self._store = member.store
         self._key = f"stormtorch/gave_up/{name}"
 
-    def turn(self, steps: int) -> Delivery:
+    def run_steps(self, steps: int) -> Delivery:
         """See `Replica`.
 
         Raises:
-            TooSlow: It did not end within `limit_s`, here or on another rank.
+            CallTimeout: It did not end within `limit_s`, here or on another rank.
         """
         with self._limited():
-            return super().turn(steps)
+            return super().run_steps(steps)
 
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:
         if self.limit_s is None:
             yield
             return
-        watchdog = threading.Timer(self.limit_s, self._give_up)
+        watchdog = threading.Timer(self.limit_s, self._abort)
         watchdog.daemon = True
         watchdog.start()
         try:
@@ -311,32 +311,34 @@ class GlooReplica(Replica):
         except RuntimeError as error:
             # What one rank cuts fails on all; who did not cut finds the reason in the store.
             if self._store.check([self._key]):
-                raise TooSlow(f"{self.name} did not end within {self.limit_s:g} s: it needs more patience") from error
+                raise CallTimeout(
+                    f"{self.name} did not end within {self.limit_s:g} s: it needs more patience"
+                ) from error
             raise
         finally:
             watchdog.cancel()
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         self._store.set(self._key, "")
-        self.connections.cut()
+        self.connections.abort()
 
     def close(self) -> None:
         """Cuts its connections."""
-        self.connections.cut()
+        self.connections.abort()
 
 
 class LocalReplica(Replica):
     """Replica without communication: its steps cost computing alone."""
 
-    def __init__(self, name: str, task: Task) -> None:
+    def __init__(self, name: str, task: Workload) -> None:
         model, optimizer = _data_parallel(task, None)
         super().__init__(name, model, optimizer, task)
         self._no_sync = model.no_sync
 
-    def turn(self, steps: int) -> Delivery:
+    def run_steps(self, steps: int) -> Delivery:
         """See `Replica`."""
         with self._no_sync():
-            return super().turn(steps)
+            return super().run_steps(steps)
 
 
 def next_token_loss(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -344,11 +346,11 @@ def next_token_loss(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def transformer_task(params_m: float, tokens: int, device: str, rank: int) -> Task:
+def transformer_task(params_m: float, tokens: int, device: str, rank: int) -> Workload:
     """A transformer of so many million parameters that learns one sequence by heart, by SGD."""
     # Every rank has its own data, as replicas have.
     own = torch.randint(_VOCABULARY, (1, tokens + 1), generator=torch.Generator().manual_seed(rank)).to(device)
-    return Task(
+    return Workload(
         model=transformer(params_m).to(device),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
         batch=lambda _step: own,
@@ -363,7 +365,7 @@ def open_groups(member: Member) -> None:
 
 
 def open_replica(
-    name: str, task: Task, member: Member, datagram_bytes: int | None = None, policy: Policy | None = None
+    name: str, task: Workload, member: Member, datagram_bytes: int | None = None, policy: Policy | None = None
 ) -> Replica:
     """Makes a replica: a copy of the task's model on a group of its own.
 
@@ -389,7 +391,7 @@ def close_groups() -> None:
     dist.destroy_process_group()
 
 
-def _data_parallel(task: Task, group: ProcessGroup | None) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+def _data_parallel(task: Workload, group: ProcessGroup | None) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     # All processes made the same model, and it has no buffers: nothing has to be sent to begin with.
     model = DistributedDataParallel(
         copy.deepcopy(task.model), process_group=group, init_sync=False, gradient_as_bucket_view=True

@@ -9,7 +9,7 @@ from stormtorch.network.faults import faults
 from stormtorch.telemetry.text import size_text
 from stormtorch_lab.bench.backends import Backend, Copies, Gloo, Storm, open_backends
 from stormtorch_lab.bench.pattern import Pattern
-from stormtorch_lab.jobs.control import Call, Cue, Stage, Turns
+from stormtorch_lab.jobs.control import Call, LabRequest, RoundRobin, Stage
 from stormtorch_lab.jobs.counters import Counters, Delivery, Log, Sample
 from stormtorch_lab.jobs.ranks import Member
 
@@ -35,7 +35,7 @@ class Schedule:
     patience_s: float | None = None
     """Patience, see `Stage`."""
     lab: bool = False
-    """Whether the parent makes the loss, when rank 0 gives it a `Cue`."""
+    """Whether the parent makes the loss, when rank 0 gives it a `LabRequest`."""
 
 
 def run_rounds(member: Member, schedule: Schedule) -> Log:
@@ -52,7 +52,7 @@ def run_rounds(member: Member, schedule: Schedule) -> Log:
     with Stage(member, backends, patience_s=schedule.patience_s, lab=schedule.lab) as stage:
         for size in schedule.sizes_bytes:
             _Rounds(stage, schedule, Pattern(size, schedule.dtype, member), log).check_without_loss()
-        stage.cue(Cue.LOSE)
+        stage.cue(LabRequest.LOSE)
         # Without loss there is no fault injection at all, as it looks at every datagram.
         with faults(loss=schedule.faults, seed=schedule.seed) if schedule.faults else contextlib.nullcontext():
             for size in schedule.sizes_bytes:
@@ -87,14 +87,14 @@ class _Rounds:
         """Checks that every backend gives the right sum."""
         stage, pattern = self._stage, self._pattern
         for backend in stage.contenders:
-            if isinstance(backend, Copies) or backend.name in stage.given_up:
+            if isinstance(backend, Copies) or backend.name in stage.timed_out:
                 continue
             for _ in range(_CHECKS):
                 sample = stage.timed(backend, self._prepare(backend), pattern.bytes, 0)
                 if sample.gave_up:
                     self._keep(sample)  # there will be no other
                     break
-                if stage.everywhere(sample.arrived == Delivery().arrived):
+                if stage.on_all_ranks(sample.arrived == Delivery().arrived):
                     pattern.check(backend.name, self._work)
                     break
             else:
@@ -108,9 +108,9 @@ class _Rounds:
     def run(self) -> None:
         """Warms up, and times the rounds."""
         stage, pattern, storms = self._stage, self._pattern, _storms(self._stage.contenders)
-        turns = Turns(stage, pattern.bytes, self._prepare)
+        round_robin_calls = RoundRobin(stage, pattern.bytes, self._prepare)
         for round_index in range(self._schedule.warmup):
-            for backend, sample in turns.round(round_index):
+            for backend, sample in round_robin_calls.round(round_index):
                 if sample.gave_up:
                     self._keep(sample)  # there will be no other
                 elif backend.exact:
@@ -118,13 +118,13 @@ class _Rounds:
                 elif not isinstance(backend, Copies):
                     pattern.check_range(backend.name, self._work)
         before = {storm.name: Counters.of(storm.transport) for storm in storms}
-        stage.cue(Cue.COUNT)
-        turns = Turns(stage, pattern.bytes, self._prepare)
+        stage.cue(LabRequest.COUNT)
+        round_robin_calls = RoundRobin(stage, pattern.bytes, self._prepare)
         for round_index in range(self._schedule.iters):
-            for _, sample in turns.round(round_index):
+            for _, sample in round_robin_calls.round(round_index):
                 self._keep(sample)
             if stage.member.rank == 0:
-                stage.member.tell(size_text(pattern.bytes))
-        stage.cue(Cue.READ)
+                stage.member.report(size_text(pattern.bytes))
+        stage.cue(LabRequest.READ)
         for storm in storms:
             self._log.counters[storm.name, pattern.bytes] = Counters.of(storm.transport) - before[storm.name]

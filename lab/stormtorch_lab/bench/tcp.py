@@ -54,7 +54,7 @@ class Stream:
             with stream:
                 stream.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Ends it, whatever is still to be sent or read."""
         stream = self._open()
         if stream is not None:
@@ -85,10 +85,10 @@ class Connections:
     congestion_control: str
     """Congestion control, as the kernel reports it."""
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Ends them: a call that was given up would go on and disturb others."""
         for stream in self.streams:
-            stream.cut()
+            stream.abort()
 
 
 def opened_by(connect: Callable[[], Opened], congestion_control: str | None) -> tuple[Opened, Connections]:

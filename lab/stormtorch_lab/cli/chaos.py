@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from stormtorch.checks import BadSetting
-from stormtorch.cli.console import check_outputs, ending_signals, friendly_errors, names, save
-from stormtorch.cli.terminal.completion import offer, offer_list
+from stormtorch.cli.console import check_outputs, friendly_errors, handle_termination_signals, names, save
+from stormtorch.cli.terminal.completion import complete_choice, complete_choice_list
 from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli.terminal.choices import FAULTS, POLICIES, spaced
 from stormtorch_lab.cli.terminal.options import Delay, Loss, Rate
@@ -30,7 +30,7 @@ def chaos(
         typer.Option(
             help="Kinds of faults to draw from, separated by commas.",
             show_default="all kinds",
-            autocompletion=offer_list(FAULTS),
+            autocompletion=complete_choice_list(FAULTS),
         ),
     ] = FAULTS,
     spares: Annotated[int, typer.Option(help="Further hosts, which join and leave.")] = 1,
@@ -38,7 +38,7 @@ def chaos(
         str,
         typer.Option(
             help=f"Policy of the training: {spaced(POLICIES)}; or a class in a file, as my.py:MyPolicy.",
-            autocompletion=offer(POLICIES),
+            autocompletion=complete_choice(POLICIES),
         ),
     ] = "lead",
     silence_s: Annotated[float, typer.Option(help="Silence after which ranks go on without a peer.")] = 2.0,
@@ -74,7 +74,7 @@ def chaos(
       stormtorch chaos --minutes 30 --faults kill,pause,cut --keep logs
       stormtorch chaos --hosts 3 --minutes 1 --rate 100mbit --delay 5ms --no-baseline
     """
-    with friendly_errors(), ending_signals():
+    with friendly_errors(), handle_termination_signals():
         from rich.console import Console
 
         from stormtorch.cli.terminal.screen import progress_bar

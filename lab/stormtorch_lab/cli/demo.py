@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stormtorch.checks import BadSetting, check_between
-from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
-from stormtorch.cli.terminal.completion import offer
+from stormtorch.cli.console import check_file, friendly_errors, handle_termination_signals, save
+from stormtorch.cli.terminal.completion import complete_choice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PAGE = Path("stormtorch-demo.html")
 # TCP-CUBIC comes to a stop under loss: it gets so many seconds for its first step.
-_PATIENCE_S = 12.0
+_WAIT_LIMIT_S = 12.0
 _IN_TURNS = (
     "stormtorch and DDP on gloo take turns of about a second on the same cores and the same lines: whoever has trained "
     "for the shorter time goes on."
@@ -52,7 +52,7 @@ def demo(
         str,
         typer.Option(
             help="Rate of each host's line: 20mbit, 100mbit, 1gbit.",
-            autocompletion=offer("20mbit,100mbit,400mbit,1gbit"),
+            autocompletion=complete_choice("20mbit,100mbit,400mbit,1gbit"),
         ),
     ] = "100mbit",
     delay: Annotated[
@@ -87,7 +87,7 @@ def demo(
       stormtorch demo --no-lab
     """
     interrupted = False
-    with friendly_errors(), ending_signals():
+    with friendly_errors(), handle_termination_signals():
         _check(seconds, loss, rate, ranks)
         page = _writable(page)
         check_file("json", json)
@@ -151,7 +151,7 @@ def _settings(
         "lr": 2e-3,
         "wires": ("float32",),
         "turns": True,
-        "patience_s": min(_PATIENCE_S, max(seconds, 3.0)),
+        "patience_s": min(_WAIT_LIMIT_S, max(seconds, 3.0)),
         # Processes may take a minute to start on a busy machine, and evaluations are not on the clock.
         "timeout_s": 150 + 10 * seconds,
     }
@@ -200,7 +200,7 @@ def _race(settings: ConvergenceSettings, found: _Found, console: Console) -> Non
     race = Race(settings, title)
     alone = "gloo-cubic" in settings.backends
     first = tuple(name for name in settings.backends if name != "gloo-cubic" or len(settings.backends) == 1)
-    with shown(race, console), _kept(race, found):
+    with shown(race, console), _retained(race, found):
         _run(replace(settings, backends=first, turns=len(first) > 1), race, found)
         if alone and not found.problems:
             waits = f"{settings.patience_s:g} s for its first step"
@@ -223,7 +223,7 @@ def _run(settings: ConvergenceSettings, race: Race, found: _Found) -> None:
 
 
 @contextlib.contextmanager
-def _kept(race: Race, found: _Found) -> Iterator[None]:
+def _retained(race: Race, found: _Found) -> Iterator[None]:
     """Makes curves of the evaluations of those who were ended before they returned one."""
     from stormtorch_lab.bench.convergence import Curve
 

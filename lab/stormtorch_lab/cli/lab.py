@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from stormtorch.checks import BadCondition
-from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
+from stormtorch.cli.console import check_file, friendly_errors, handle_termination_signals, save
 from stormtorch.cli.terminal.help_layout import App
 from stormtorch.cli.terminal.options import Json
 from stormtorch_lab.cli.networks import typed_burst
@@ -40,7 +40,7 @@ from stormtorch_lab.cli.terminal.options import (
 
 if TYPE_CHECKING:
     from stormtorch_lab.netns.conditions import Conditions
-    from stormtorch_lab.netns.running import Line
+    from stormtorch_lab.netns.running import OutputLine
 
 app = App()
 
@@ -96,7 +96,7 @@ def run(
 
     In another terminal, `stormtorch lab set --loss 0.3` changes the network while it runs.
     """
-    with friendly_errors(command="COMMAND"), ending_signals():
+    with friendly_errors(command="COMMAND"), handle_termination_signals():
         from stormtorch_lab.netns.conditions import Conditions
         from stormtorch_lab.netns.lab import Lab
         from stormtorch_lab.netns.per_link import read_per_link
@@ -185,7 +185,7 @@ def change(
     with friendly_errors():
         from stormtorch_lab.cli.tables.lab import requested_text
         from stormtorch_lab.netns.conditions import Conditions
-        from stormtorch_lab.netns.registry import ask
+        from stormtorch_lab.netns.registry import send_request
 
         changes = _changes(
             rate=rate,
@@ -204,15 +204,15 @@ def change(
         assumed.changed(**changes)
         if trace is not None:
             changes["trace"] = "".join("01"[bit] for bit in _read_trace(trace).bits)
-        for verb, places in (("cut", cut), ("join", join)):
-            hosts, links = _places(verb, places or [])
+        for verb, targets in (("cut", cut), ("join", join)):
+            hosts, links = _hosts_and_links(verb, targets or [])
             changes |= {verb: hosts} if hosts else {}
             changes |= {f"{verb}_links": links} if links else {}
         if rebind:
             changes["rebind"] = rebind
         if not changes:
             raise BadCondition("loss", "or another condition must be given: there is nothing to change")
-        reply = ask(lab, {"set": changes, **({} if path is None else {"path": path})})
+        reply = send_request(lab, {"set": changes, **({} if path is None else {"path": path})})
         # Without --lab it is the only one that runs, which somebody else may have started.
         words = f"lab {reply['lab']}: now {requested_text(reply['requested'])}"
         Console(stderr=True, highlight=False).print(words, soft_wrap=True)
@@ -223,9 +223,9 @@ def show(lab: LabName = None) -> None:
     """Show what was asked of a running lab's network, and what it has done so far."""
     with friendly_errors():
         from stormtorch_lab.cli.tables.lab import shown_text
-        from stormtorch_lab.netns.registry import ask
+        from stormtorch_lab.netns.registry import send_request
 
-        Console(highlight=False).print(shown_text(ask(lab, {})))
+        Console(highlight=False).print(shown_text(send_request(lab, {})))
 
 
 @app.command()
@@ -269,7 +269,7 @@ def _routers(words: Sequence[str]) -> dict[int, str]:
     return routers
 
 
-def _places(option: str, words: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
+def _hosts_and_links(option: str, words: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
     """Reads hosts such as 2, and links such as 0-1 and 0:1."""
     hosts: list[int] = []
     links: list[tuple[int, int]] = []
@@ -297,13 +297,15 @@ def _read_trace(text: str) -> Any:
 
 
 @contextlib.contextmanager
-def _silence_broken(console: Console, write: Callable[["Line"], None]) -> Iterator[Callable[["Line"], None]]:
+def _silence_broken(
+    console: Console, write: Callable[["OutputLine"], None]
+) -> Iterator[Callable[["OutputLine"], None]]:
     """Says every ten seconds that the command still runs, on the standard error, while it writes nothing itself."""
-    from stormtorch.cli.terminal.screen import EVERY_S, spoken
+    from stormtorch.cli.terminal.screen import EVERY_S, periodic_lines
 
     begun_s = last_s = time.monotonic()
 
-    def noted(line: "Line") -> None:
+    def write_through(line: "OutputLine") -> None:
         nonlocal last_s
         last_s = time.monotonic()
         write(line)
@@ -313,15 +315,15 @@ def _silence_broken(console: Console, write: Callable[["Line"], None]) -> Iterat
         quiet = now_s - last_s >= 0.9 * EVERY_S
         return f"still running after {now_s - begun_s:.0f} s, silent for {now_s - last_s:.0f} s" if quiet else ""
 
-    with spoken(text, console):
-        yield noted
+    with periodic_lines(text, console):
+        yield write_through
 
 
-def _writer(per_node: int) -> Callable[["Line"], None]:
+def _writer(per_node: int) -> Callable[["OutputLine"], None]:
     """Writes lines with their origin in front, in the host's colour; standard error stays standard error."""
     styled = {error: (sys.stderr if error else sys.stdout).isatty() for error in (False, True)}
 
-    def write(line: "Line") -> None:
+    def write(line: "OutputLine") -> None:
         name = f"h{line.host}" + (f".{line.local}" if per_node > 1 else "")
         if styled[line.error] and "NO_COLOR" not in os.environ:
             name = typer.style(name, fg=_COLOURS[line.host % len(_COLOURS)], bold=True)

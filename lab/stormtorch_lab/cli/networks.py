@@ -58,7 +58,7 @@ def with_links(network: Conditions | None, per_link: Path | None, hosts: int) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedNetwork:
+class SimulatedNetworkOptions:
     """Options of a simulated network that mean something only together; the fields have the names of the options.
 
     Raises:

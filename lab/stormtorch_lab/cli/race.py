@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from stormtorch.cli.terminal.screen import new_table, spoken
-from stormtorch_lab.cli.terminal.chart import Line, draw_lines
+from stormtorch.cli.terminal.screen import new_table, periodic_lines
+from stormtorch_lab.cli.terminal.chart import ChartLine, draw_lines
 from stormtorch_lab.report.text import called
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Race:
         """The whole picture, for a terminal of that width."""
         parts: list[RenderableType] = [Text(self._where, style="bold")]
         lines = [
-            Line(called(name), _STYLES.get(name, "green"), [(point.clock_s, point.loss) for point in points])
+            ChartLine(called(name), _STYLES.get(name, "green"), [(point.clock_s, point.loss) for point in points])
             for name, points in self.points.items()
         ]
         if lines:
@@ -123,7 +123,7 @@ def shown(race: Race, console: Console) -> Iterator[None]:
         with Live(race, console=console, refresh_per_second=2, transient=False):
             yield
     else:
-        with spoken(race.line, console):
+        with periodic_lines(race.line, console):
             yield
         console.print(race.line(), highlight=False, soft_wrap=True)
 

@@ -10,7 +10,7 @@ import typer
 
 from stormtorch.cli.console import check_file, check_outputs, friendly_errors, names, save
 from stormtorch.cli.terminal.options import Json, Plot
-from stormtorch_lab.cli.networks import SimulatedNetwork, burst_in_packets
+from stormtorch_lab.cli.networks import SimulatedNetworkOptions, burst_in_packets
 from stormtorch_lab.cli.terminal.choices import SIMULATE_POLICIES, Device, How, Optimizer, Precision, Weights, Wire
 from stormtorch_lab.cli.terminal.options import (
     AtOnce,
@@ -126,7 +126,7 @@ def simulate(
         from stormtorch_lab.studies.settings import SimSettings
 
         length = burst_in_packets(burst)
-        network = SimulatedNetwork(
+        network = SimulatedNetworkOptions(
             workers=workers,
             first_seed=first_seed,
             loss=loss,

@@ -9,7 +9,7 @@ from stormtorch.cli.console import check_outputs, friendly_errors, names, save
 from stormtorch.cli.terminal.help_layout import App
 from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli.networks import lab_network, typed_burst
-from stormtorch_lab.cli.terminal.choices import TRAIN_POLICIES, Shards, Weights, Wire
+from stormtorch_lab.cli.terminal.choices import TRAIN_POLICIES, ShardSizes, Weights, Wire
 from stormtorch_lab.cli.terminal.options import (
     Batch,
     Budget,
@@ -68,7 +68,7 @@ def lm(
     max_lag: MaxLag = None,
     every: Every = 1,
     more: Set = None,
-    shards: ShardsName = Shards.equal,
+    shards: ShardsName = ShardSizes.equal,
     data: TextData = None,
     batch: Batch = 32,
     lr: Lr = 1e-3,
@@ -154,7 +154,7 @@ def image(
     max_lag: MaxLag = None,
     every: Every = 1,
     more: Set = None,
-    shards: ShardsName = Shards.equal,
+    shards: ShardsName = ShardSizes.equal,
     data: PictureData = None,
     batch: Batch = 16,
     lr: Lr = 0.1,

@@ -17,10 +17,10 @@ BARRIER = "gloo, on connections of its own, before and after each timed call"
 TIMES = "wall time of the slowest rank, from leaving the barrier to the end of its call"
 ORDER = "every round calls every backend once; each round begins with another one"
 # The first calls meet cold connections but no loss: they may take so many times what patience allows.
-_CHECK_PATIENCE = 5
+_CHECK_WAIT_FACTOR = 5
 
 
-class TooSlow(RuntimeError):
+class CallTimeout(RuntimeError):
     """Raised when a call did not end within its limit; its contender can make no further ones."""
 
 
@@ -29,7 +29,7 @@ class Contender(Protocol):
 
     name: str
     limit_s: float | None
-    """A call over TCP that takes longer raises `TooSlow`; others always end by themselves."""
+    """A call over TCP that takes longer raises `CallTimeout`; others always end by themselves."""
 
     def close(self) -> None:
         """Frees everything."""
@@ -41,7 +41,7 @@ Call: TypeAlias = Callable[[], Delivery]
 """Function that is timed."""
 
 
-class Cue(StrEnum):
+class LabRequest(StrEnum):
     """Requests of rank 0 to its parent, in this order; all ranks wait until they are done."""
 
     LOSE = "lose"
@@ -69,11 +69,11 @@ class Stage(Generic[C]):
         self.member = member
         self.control = gloo_group(member, "control", interface=member.control_interface)
         self.contenders = list(contenders)
-        self.given_up: set[str] = set()
+        self.timed_out: set[str] = set()
         """Names of contenders that can make no further call."""
         self._lab = lab
-        self._full_patience_s = patience_s
-        self._set_patience(patience_s and patience_s * _CHECK_PATIENCE)
+        self._full_wait_limit_s = patience_s
+        self._set_wait_limit(patience_s and patience_s * _CHECK_WAIT_FACTOR)
 
     def __enter__(self) -> "Stage[C]":
         return self
@@ -93,32 +93,32 @@ class Stage(Generic[C]):
         """Waits for all ranks, by a group that is not measured."""
         self.control.barrier().wait()
 
-    def everywhere(self, condition: bool) -> bool:
+    def on_all_ranks(self, condition: bool) -> bool:
         """Whether the condition holds on all ranks."""
         vote = torch.tensor([not condition], dtype=torch.int32)
         self.control.allreduce([vote]).wait()
         return int(vote) == 0
 
-    def cue(self, cue: Cue) -> None:
+    def cue(self, cue: LabRequest) -> None:
         """Asks the parent to do something, in a lab."""
-        if cue is Cue.LOSE:
-            self._set_patience(self._full_patience_s)
+        if cue is LabRequest.LOSE:
+            self._set_wait_limit(self._full_wait_limit_s)
         if self._lab:
             self.barrier()
             if self.member.rank == 0:
-                self.member.ask(cue)
+                self.member.request(cue)
             self.barrier()
 
-    def _set_patience(self, patience_s: float | None) -> None:
-        self._patience_s = patience_s
+    def _set_wait_limit(self, patience_s: float | None) -> None:
+        self._wait_limit_s = patience_s
         for contender in self.contenders:
             contender.limit_s = patience_s
 
-    def willing(self, contender: C, spent_s: float) -> bool:
+    def within_wait_limit(self, contender: C, spent_s: float) -> bool:
         """Whether a contender that has used `spent_s` goes on; the answer is the same on all ranks."""
-        if contender.name in self.given_up:
+        if contender.name in self.timed_out:
             return False
-        return self._patience_s is None or self.everywhere(spent_s < self._patience_s)
+        return self._wait_limit_s is None or self.on_all_ranks(spent_s < self._wait_limit_s)
 
     def timed(self, contender: C, call: Call, size_bytes: int, round_index: int) -> Sample:
         """Times one call between two barriers. A call that is given up ends on all ranks, and its contender with it."""
@@ -128,25 +128,25 @@ class Stage(Generic[C]):
         delivery, ended = Delivery(), True
         try:
             delivery = call()
-        except TooSlow:
+        except CallTimeout:
             ended = False
         seconds = time.perf_counter() - begin
         # A rank that is done may still have to serve others: its CPU time counts until all are.
-        ended = self.everywhere(ended)
+        ended = self.on_all_ranks(ended)
         cpu_s = time.process_time() - cpu_s
         if not ended:
-            self.given_up.add(contender.name)
+            self.timed_out.add(contender.name)
             contender.close()
         return Sample(contender.name, size_bytes, round_index, seconds, cpu_s, *delivery, not ended)
 
 
-def in_turn(contenders: Sequence[C], round_index: int) -> Iterator[C]:
+def round_robin(contenders: Sequence[C], round_index: int) -> Iterator[C]:
     """Yields the contenders in the order of a round: each round begins with another one."""
     for position in range(len(contenders)):
         yield contenders[(round_index + position) % len(contenders)]
 
 
-class Turns(Generic[C]):
+class RoundRobin(Generic[C]):
     """Rounds in which everyone who still has patience makes one call.
 
     Args:
@@ -163,8 +163,8 @@ class Turns(Generic[C]):
 
     def round(self, round_index: int) -> Iterator[tuple[C, Sample]]:
         """Yields who was called, and how it went; the next contender waits until the caller has looked at it."""
-        for contender in in_turn(self._stage.contenders, round_index):
-            if self._stage.willing(contender, self._spent_s[contender.name]):
+        for contender in round_robin(self._stage.contenders, round_index):
+            if self._stage.within_wait_limit(contender, self._spent_s[contender.name]):
                 sample = self._stage.timed(contender, self._prepare(contender), self._size_bytes, round_index)
                 self._spent_s[contender.name] += sample.seconds
                 yield contender, sample

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
-from stormtorch.exchange.exchange import Arrival
+from stormtorch.exchange.exchange import ExchangeResult
 from stormtorch.udp.udp import UdpTransport
 
 
@@ -17,7 +17,7 @@ class Delivery(NamedTuple):
     """Chunks sent again."""
 
     @classmethod
-    def of(cls, arrivals: Sequence[Arrival]) -> "Delivery":
+    def of(cls, arrivals: Sequence[ExchangeResult]) -> "Delivery":
         """Takes the mean of what arrived over all exchanges of a call, and the sum of what was sent again."""
         if not arrivals:
             return cls()

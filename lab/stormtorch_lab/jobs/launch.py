@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from stormtorch.telemetry.progress import Advance
-from stormtorch_lab.jobs.control import Cue
+from stormtorch_lab.jobs.control import LabRequest
 from stormtorch_lab.jobs.mpi import mpi_version, run_ranks_by_mpi
 from stormtorch_lab.jobs.ranks import run_ranks
-from stormtorch_lab.jobs.surroundings import Withheld
+from stormtorch_lab.jobs.surroundings import StealTime
 from stormtorch_lab.netns.access import checked_tcp
 from stormtorch_lab.netns.conditions import Conditions
 from stormtorch_lab.netns.lab import Lab
@@ -30,27 +30,27 @@ def open_lab(hosts: int, network: Conditions, tcp: Sequence[str] = ()) -> Lab:
     return Lab(hosts, network, management=True)
 
 
-def run_here(
+def run_local(
     work: Callable[..., Result],
     hosts: int,
     args: tuple[Any, ...],
     *,
     timeout_s: float,
     advance: Advance,
-    hear: Callable[[object], None] | None = None,
+    on_report: Callable[[object], None] | None = None,
     by_mpi: bool = False,
 ) -> tuple[list[Result], dict[str, Any]]:
     """Runs ranks beside this process. Returns what they return, and the place as plain data. After each round, ranks
-    send what it measured: it goes to `hear`, or else becomes a text for `advance`. With `by_mpi`, mpirun starts them.
+    send what it measured: it goes to `on_report`, or else becomes a text for `advance`. With `by_mpi`, mpirun starts them.
     """
-    told = _rounds(advance, f"{hosts} ranks", hear)
+    on_round = _rounds(advance, f"{hosts} ranks", on_report)
     place: dict[str, Any] = {"network": "loopback"}
-    withheld = Withheld()
+    withheld = StealTime()
     if by_mpi:
         place["started_by"] = mpi_version()
-        results = run_ranks_by_mpi(work, hosts, args, timeout_s=timeout_s, listen=told)
+        results = run_ranks_by_mpi(work, hosts, args, timeout_s=timeout_s, on_message=on_round)
     else:
-        results = run_ranks(work, hosts, args, timeout_s=timeout_s, listen=told)
+        results = run_ranks(work, hosts, args, timeout_s=timeout_s, on_message=on_round)
     return results, place | {"processors_withheld": withheld.share()}
 
 
@@ -63,30 +63,30 @@ def run_in_lab(
     *,
     timeout_s: float,
     advance: Advance,
-    hear: Callable[[object], None] | None = None,
+    on_report: Callable[[object], None] | None = None,
     per_host: int = 1,
 ) -> tuple[list[Result], dict[str, Any]]:
     """Runs ranks in a lab whose conditions are as asked for, `per_host` on each host; its loss follows the cues of the
-    ranks. Returns what `run_here` returns.
+    ranks. Returns what `run_local` returns.
     """
     lab.set(loss=0.0)
     counts: list[Measured] = []
-    withheld = Withheld()
-    told = _rounds(advance, f"{hosts} hosts", hear)
+    withheld = StealTime()
+    on_round = _rounds(advance, f"{hosts} hosts", on_report)
 
-    def listen(rank: int, what: object) -> None:
-        if what is Cue.LOSE:
+    def on_message(rank: int, what: object) -> None:
+        if what is LabRequest.LOSE:
             lab.set(loss=network.loss)
-        elif what is Cue.COUNT:
+        elif what is LabRequest.COUNT:
             if not counts:
                 lab.reset()
-        elif what is Cue.READ:
+        elif what is LabRequest.READ:
             counts.append(lab.measured())
         else:
-            told(rank, what)
+            on_round(rank, what)
 
     world = hosts * per_host
-    results = run_ranks(work, world, args, timeout_s=timeout_s, listen=listen, lab=lab, per_host=per_host)
+    results = run_ranks(work, world, args, timeout_s=timeout_s, on_message=on_message, lab=lab, per_host=per_host)
     measured = counts[-1]
     conditions = {
         "network": f"lab: {lab.kind}",
@@ -102,15 +102,15 @@ def run_in_lab(
     return results, conditions
 
 
-def _rounds(advance: Advance, where: str, hear: Callable[[object], None] | None) -> Callable[[int, object], None]:
+def _rounds(advance: Advance, where: str, on_report: Callable[[object], None] | None) -> Callable[[int, object], None]:
     done = 0
 
-    def told(_rank: int, what: object) -> None:
+    def on_round(_rank: int, what: object) -> None:
         nonlocal done
-        if hear is not None:
-            hear(what)
+        if on_report is not None:
+            on_report(what)
             return
         done += 1
         advance(f"{what} on {where}", done)
 
-    return told
+    return on_round

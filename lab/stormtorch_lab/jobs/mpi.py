@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from stormtorch.checks import BadSetting
 from stormtorch_lab.jobs.failed import RankFailed
-from stormtorch_lab.jobs.ranks import collect, interrupts_held, open_site, run_one
+from stormtorch_lab.jobs.ranks import collect, interrupts_blocked, open_rendezvous, run_one
 
 Result = TypeVar("Result")
 
@@ -55,7 +55,7 @@ def run_ranks_by_mpi(
     args: tuple[Any, ...] = (),
     *,
     timeout_s: float,
-    listen: Callable[[int, object], object] | None = None,
+    on_message: Callable[[int, object], object] | None = None,
 ) -> list[Result]:
     """Does what `run_ranks` does, beside this process, with ranks that mpirun starts.
 
@@ -64,7 +64,7 @@ def run_ranks_by_mpi(
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stormtorch-")))
-        site = stack.enter_context(open_site(None))
+        site = stack.enter_context(open_rendezvous(None))
         server = stack.enter_context(socket.socket(socket.AF_UNIX))
         server.bind(str(folder / "job"))  # the folder is this user's alone
         server.listen(2 * world)
@@ -74,7 +74,7 @@ def run_ranks_by_mpi(
         for rank, line in enumerate(lines[:world]):
             line.send(sys.path)  # by which ranks find the work
             line.send((rank, world, site, timeout_s, work, args))
-        results = collect(lines[:world], timeout_s, listen, lambda rank: _death(rank, job, folder))
+        results = collect(lines[:world], timeout_s, on_message, lambda rank: _death(rank, job, folder))
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(_GRACE_S)  # ranks leave MPI together, and clean up behind them
         return results
@@ -88,7 +88,7 @@ def _mpirun(world: int, folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
     environment = dict(os.environ)
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    with (folder / "said").open("wb") as said, interrupts_held():
+    with (folder / "said").open("wb") as said, interrupts_blocked():
         job = subprocess.Popen(
             command,
             env=environment,
@@ -100,7 +100,7 @@ def _mpirun(world: int, folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
     try:
         yield job
     finally:
-        with interrupts_held():
+        with interrupts_blocked():
             try:
                 job.wait(_GRACE_S)
             except subprocess.TimeoutExpired:
@@ -118,12 +118,12 @@ def _lines(
     """Accepts two connections of every rank: its line, by rank, and then the lifelines."""
     found: dict[int, Connection] = {}
     server.settimeout(0.2)
-    give_up_at = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     while len(found) < 2 * world:
         try:
             stream, _ = server.accept()
         except TimeoutError:
-            if job.poll() is None and time.monotonic() < give_up_at:
+            if job.poll() is None and time.monotonic() < deadline:
                 continue
             for line in found.values():
                 line.close()

@@ -43,7 +43,7 @@ LOOPBACK = "127.0.0.1"
 # A rank that was asked to end has so many seconds before it is killed.
 _GRACE_S = 2.0
 # Counts the ranks that need the store no more.
-_LEFT = "stormtorch/left"
+_RANKS_DONE = "stormtorch/left"
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Member:
     rank: int
     world: int
     store: Store
-    tell: Callable[[object], None]
-    """Sends something picklable to the parent's `listen`."""
-    ask: Callable[[object], Any]
-    """Sends something picklable to the parent's `listen`, and returns what that has returned."""
+    report: Callable[[object], None]
+    """Sends something picklable to the parent's `on_message`."""
+    request: Callable[[object], Any]
+    """Sends something picklable to the parent's `on_message`, and returns what that has returned."""
     interface: str = "lo"
     """Interface of the network that is measured."""
     control_interface: str = "lo"
@@ -64,7 +64,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Site:
+class Rendezvous:
     """Addresses at which the ranks find the store and each other."""
 
     host: str = LOOPBACK
@@ -76,9 +76,9 @@ class Site:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Report:
     what: object
-    asked: bool = False
+    wants_reply: bool = False
     """Whether the rank waits for an answer."""
 
 
@@ -94,7 +94,7 @@ class _Failed:
     at_s: float
 
 
-_Message: TypeAlias = _Told | _Done | _Failed
+_Message: TypeAlias = _Report | _Done | _Failed
 
 
 def run_ranks(
@@ -103,7 +103,7 @@ def run_ranks(
     args: tuple[Any, ...] = (),
     *,
     timeout_s: float,
-    listen: Callable[[int, object], object] | None = None,
+    on_message: Callable[[int, object], object] | None = None,
     lab: Lab | None = None,
     per_host: int = 1,
 ) -> list[Result]:
@@ -116,7 +116,7 @@ def run_ranks(
         world: Number of ranks.
         args: Further arguments for it, picklable.
         timeout_s: All ranks must have ended by then.
-        listen: Called here with the rank and what it sent; a rank that asked gets what this returns.
+        on_message: Called here with the rank and what it sent; a rank that asked gets what this returns.
         lab: Lab whose hosts run the ranks; it needs a management network. None runs them beside this process.
         per_host: Number of ranks on each host of the lab: host 0 has the first ones.
 
@@ -125,14 +125,14 @@ def run_ranks(
     """
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
-    lines: list[Connection] = []
-    # Otherwise it is started on first use, and undoes interrupts_held for the first rank.
+    connections: list[Connection] = []
+    # Otherwise it is started on first use, and undoes interrupts_blocked for the first rank.
     resource_tracker.ensure_running()
-    with open_site(lab) as site, _pythons(lab, world, per_host) as pythons:
+    with open_rendezvous(lab) as site, _pythons(lab, world, per_host) as pythons:
         try:
             for rank in range(world):
-                line, far_end = context.Pipe()
-                lines.append(line)
+                connection, far_end = context.Pipe()
+                connections.append(connection)
                 process = context.Process(
                     target=run_one,
                     args=(far_end, rank, world, site, timeout_s, work, args),
@@ -140,25 +140,25 @@ def run_ranks(
                     daemon=True,
                 )
                 context.set_executable(pythons[rank])
-                with interrupts_held():
+                with interrupts_blocked():
                     process.start()
                     processes.append(process)
                 far_end.close()
-            return collect(lines, timeout_s, listen, lambda rank: _death(rank, processes[rank]))
+            return collect(connections, timeout_s, on_message, lambda rank: _death(rank, processes[rank]))
         finally:
             # While what they are started from still exists: one that has only just begun would complain.
-            with interrupts_held():
+            with interrupts_blocked():
                 _end(processes)
-                for line in lines:
-                    line.close()
+                for connection in connections:
+                    connection.close()
 
 
 @contextlib.contextmanager
-def open_site(lab: Lab | None) -> Iterator[Site]:
+def open_rendezvous(lab: Lab | None) -> Iterator[Rendezvous]:
     """Says where the ranks meet; without a lab, the store is served here."""
     if lab is not None:
         # Hosts cannot be reached from here, so rank 0 serves the store.
-        yield Site(
+        yield Rendezvous(
             host=lab.management_address(0),
             served_inside=True,
             interface=DEVICE,
@@ -167,7 +167,7 @@ def open_site(lab: Lab | None) -> Iterator[Site]:
         return
     # The server lives here and not in rank 0: the kernel chooses a free port, and no rank can leave before the others.
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    yield Site(port=store.port)
+    yield Rendezvous(port=store.port)
     del store
 
 
@@ -191,33 +191,33 @@ def _pythons(lab: Lab | None, world: int, per_host: int) -> Iterator[list[str]]:
 
 
 def collect(
-    lines: list[Connection],
+    connections: list[Connection],
     timeout_s: float,
-    listen: Callable[[int, object], object] | None,
+    on_message: Callable[[int, object], object] | None,
     death: Callable[[int], RankFailed],
 ) -> list[Any]:
     """Hears all ranks out and returns what each returned; `death` says how a rank went whose line has ended."""
-    give_up_at = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
-    while len(results) < len(lines):
-        open_lines = {line: rank for rank, line in enumerate(lines) if rank not in results}
-        ready = wait(list(open_lines), timeout=max(give_up_at - time.monotonic(), 0.0))
+    while len(results) < len(connections):
+        open_connections = {connection: rank for rank, connection in enumerate(connections) if rank not in results}
+        ready = wait(list(open_connections), timeout=max(deadline - time.monotonic(), 0.0))
         if not ready:
-            late = ", ".join(str(rank) for rank in open_lines.values())
+            late = ", ".join(str(rank) for rank in open_connections.values())
             raise RankFailed(f"not done after {timeout_s:g} s, waiting for rank {late}: raise the time-out or do less")
         failures: list[tuple[float, RankFailed]] = []
-        for line, rank in open_lines.items():
-            if line not in ready:
+        for connection, rank in open_connections.items():
+            if connection not in ready:
                 continue
             try:
-                message: _Message = line.recv()
+                message: _Message = connection.recv()
             except (EOFError, OSError):
                 failures.append((time.monotonic(), death(rank)))
                 continue
-            if isinstance(message, _Told):
-                answer = None if listen is None else listen(rank, message.what)
-                if message.asked:
-                    line.send(answer)
+            if isinstance(message, _Report):
+                answer = None if on_message is None else on_message(rank, message.what)
+                if message.wants_reply:
+                    connection.send(answer)
             elif isinstance(message, _Done):
                 results[rank] = message.result
             else:
@@ -226,7 +226,7 @@ def collect(
         if failures:
             # A failure takes the other ranks with it. The first is the cause; only that one is shown.
             raise min(failures, key=lambda failure: failure[0])[1]
-    return [results[rank] for rank in range(len(lines))]
+    return [results[rank] for rank in range(len(connections))]
 
 
 def _death(rank: int, process: SpawnProcess) -> RankFailed:
@@ -247,9 +247,9 @@ def _end(processes: list[SpawnProcess]) -> None:
         process.join(0.05)
         if process.is_alive():
             process.terminate()
-    give_up_at = time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + _GRACE_S
     for process in processes:
-        process.join(max(give_up_at - time.monotonic(), 0.0))
+        process.join(max(deadline - time.monotonic(), 0.0))
         if process.is_alive():
             process.kill()
         process.join()
@@ -257,28 +257,28 @@ def _end(processes: list[SpawnProcess]) -> None:
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
+def interrupts_blocked() -> Iterator[None]:
     """Makes Ctrl-C wait until the block is over. A process started inside never hears it: its parent ends it."""
-    came: list[int] = []
+    received: list[int] = []
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # The mask is this thread's; the kernel may deliver the signal to another one, of the store or of a progress bar.
     in_charge = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number)) if in_charge else None
+    handler = signal.signal(signal.SIGINT, lambda number, _frame: received.append(number)) if in_charge else None
     try:
         yield
     finally:
         if in_charge:
             signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 
 def run_one(
-    line: Connection,
+    connection: Connection,
     rank: int,
     world: int,
-    site: Site,
+    site: Rendezvous,
     timeout_s: float,
     work: Callable[..., Any],
     args: tuple[Any, ...],
@@ -286,9 +286,9 @@ def run_one(
     """Runs a rank in its process: calls `work`, and sends the parent what came of it."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
-    def ask(what: object) -> Any:
-        line.send(_Told(what, asked=True))
-        return line.recv()
+    def request(what: object) -> Any:
+        connection.send(_Report(what, wants_reply=True))
+        return connection.recv()
 
     message: _Message
     try:
@@ -298,20 +298,26 @@ def run_one(
             site.host, site.port, is_master=serving, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
         member = Member(
-            rank, world, store, lambda what: line.send(_Told(what)), ask, site.interface, site.control_interface
+            rank,
+            world,
+            store,
+            lambda what: connection.send(_Report(what)),
+            request,
+            site.interface,
+            site.control_interface,
         )
         message = _Done(work(member, *args))
         # Whoever serves the store may end as soon as it has counted everybody, before its answer has left.
         with contextlib.suppress(DistNetworkError):
-            store.add(_LEFT, 1)
+            store.add(_RANKS_DONE, 1)
     except Exception as error:
         message = _Failed(f"{type(error).__name__}: {error}", traceback.format_exc(), time.monotonic())
-    line.send(message)
+    connection.send(message)
     if serving and isinstance(message, _Done):
-        while store.add(_LEFT, 0) < world:  # the others still need the store
+        while store.add(_RANKS_DONE, 0) < world:  # the others still need the store
             time.sleep(0.01)
         time.sleep(0.1)  # and its last answers
-    line.close()
+    connection.close()
     if site.served_inside:
         # Skip interpreter shutdown: abandoned TCP connections would block it, and hold the host's ports.
         sys.stderr.flush()

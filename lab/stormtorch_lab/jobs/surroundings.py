@@ -40,7 +40,7 @@ def _gpu() -> str | None:
     return str(cuda.get_device_name()) if cuda.is_initialized() else None
 
 
-class Withheld:
+class StealTime:
     """Measures, from its making on, how much processor time a hypervisor withheld from this virtual machine."""
 
     def __init__(self, stat: str = "/proc/stat") -> None:

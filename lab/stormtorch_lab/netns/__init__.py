@@ -8,19 +8,19 @@ with Lab(hosts=4, rate="400mbit", loss=0.1) as lab:
 
 from stormtorch.checks import BadCondition
 from stormtorch_lab.netns.access import LabError, LabUnavailable
-from stormtorch_lab.netns.conditions import Conditions, HostLine, between, both_ways
+from stormtorch_lab.netns.conditions import AccessLink, Conditions, between, both_ways
 from stormtorch_lab.netns.lab import Lab
-from stormtorch_lab.netns.measured import LineCount, LinkCount, Measured
+from stormtorch_lab.netns.measured import AccessLinkCount, LinkCount, Measured
 from stormtorch_lab.netns.per_link import read_per_link
 
 __all__ = [
+    "AccessLink",
+    "AccessLinkCount",
     "BadCondition",
     "Conditions",
-    "HostLine",
     "Lab",
     "LabError",
     "LabUnavailable",
-    "LineCount",
     "LinkCount",
     "Measured",
     "between",

@@ -39,7 +39,7 @@ MOST_CABLE_MTU = 65535
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostLine:
+class AccessLink:
     """Line between one host and the switch, where it differs from the others; None is the same as for all."""
 
     up_bits: float | None = None
@@ -83,7 +83,7 @@ class Conditions:
     tunnels. None is Ethernet's 1500."""
     delays: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Delays of single links (source, target) in seconds, instead of `delay`."""
-    lines: Mapping[int, HostLine] = field(default_factory=dict)
+    lines: Mapping[int, AccessLink] = field(default_factory=dict)
     """Lines that differ from the others, by host."""
     nat: Mapping[int, str] = field(default_factory=dict)
     """Hosts behind a router of their own that translates addresses: "cone" shows one port of the host to all others,
@@ -196,10 +196,10 @@ class Conditions:
         """One-way delay of one link in seconds."""
         return self.delays.get((source, target), self.delay_s)
 
-    def line(self, host: int) -> HostLine:
+    def line(self, host: int) -> AccessLink:
         """Line of one host, with all values filled in."""
-        own = self.lines.get(host, HostLine())
-        return HostLine(
+        own = self.lines.get(host, AccessLink())
+        return AccessLink(
             up_bits=self.rate_bits if own.up_bits is None else own.up_bits,
             down_bits=self.rate_bits if own.down_bits is None else own.down_bits,
             queue_bytes=self.queue_bytes if own.queue_bytes is None else own.queue_bytes,

@@ -50,9 +50,9 @@ from stormtorch_lab.netns.links.paths import FurtherPaths, check_paths
 from stormtorch_lab.netns.links.relay import RelayNetwork
 from stormtorch_lab.netns.measured import LinkCount, Measured
 from stormtorch_lab.netns.namespaces import Holder, send_inside
-from stormtorch_lab.netns.probing import probe_words, run_probes
+from stormtorch_lab.netns.probing import probe_commands, run_probes
 from stormtorch_lab.netns.registry import Registration
-from stormtorch_lab.netns.running import Line, run_everywhere
+from stormtorch_lab.netns.running import OutputLine, run_everywhere
 
 MASTER_PORT = 29500
 
@@ -151,7 +151,7 @@ class Lab:
         for host, router in self._routers.items():
             router.join(hosts[host])
         self.reset()
-        self._registration.serve(self._answer)
+        self._registration.serve(self._handle_request)
 
     def _kind_of_network(self) -> type[CableNetwork | KernelNetwork | RelayNetwork]:
         if self.conditions.cable is not None:
@@ -244,24 +244,24 @@ class Lab:
 
     # --- commands on hosts, conditions and counters -------------------------------------------------------------------
 
-    def command(self, host: int, words: Sequence[str], env: Mapping[str, str] | None = None) -> list[str]:
-        """Command line that runs `words` on a host, in the current directory."""
+    def command(self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> list[str]:
+        """Command line that runs `argv` on a host, in the current directory."""
         self._opened()
-        return self._command(self.holders[host], words, env)
+        return self._command(self.holders[host], argv, env)
 
-    def _command(self, holder: Holder, words: Sequence[str], env: Mapping[str, str] | None = None) -> list[str]:
+    def _command(self, holder: Holder, argv: Sequence[str], env: Mapping[str, str] | None = None) -> list[str]:
         settings = [f"{name}={value}" for name, value in (env or {}).items()]
         # nsenter stays as the parent of the command. It must ignore Ctrl-C, which is meant for the command alone.
         before = [tool("env"), "--ignore-signal=INT", "--ignore-signal=TERM"]
         after = [tool("env"), "--default-signal=INT", "--default-signal=TERM", f"--chdir={os.getcwd()}"]
-        return [*before, *holder.enter(processes=True), *after, *settings, *words]
+        return [*before, *holder.enter(processes=True), *after, *settings, *argv]
 
     def start(
-        self, host: int, words: Sequence[str], env: Mapping[str, str] | None = None, **popen: Any
+        self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **popen: Any
     ) -> "subprocess.Popen[Any]":
         """Starts a command on a host, in a process group of its own; `popen` are further arguments of Popen."""
         popen.setdefault("stdin", subprocess.DEVNULL)
-        return subprocess.Popen(self.command(host, words, env), start_new_session=True, **popen)
+        return subprocess.Popen(self.command(host, argv, env), start_new_session=True, **popen)
 
     def signal(self, process: "subprocess.Popen[Any]", number: int) -> None:
         """Sends a signal to a command that `start` has started. A signal to `process` itself would reach the program
@@ -274,19 +274,19 @@ class Lab:
     def python(self, host: int, folder: Path) -> Path:
         """Writes a script into `folder` that runs this Python on a host, for programs that take an executable."""
         path = folder / f"python-{host}"
-        words = [*self.holders[host].enter(processes=True), tool("env"), f"--chdir={os.getcwd()}", sys.executable]
-        path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+        argv = [*self.holders[host].enter(processes=True), tool("env"), f"--chdir={os.getcwd()}", sys.executable]
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(argv)} "$@"\n', encoding="utf-8")
         path.chmod(0o700)
         return path
 
     def run(
         self,
-        words: Sequence[str],
+        argv: Sequence[str],
         *,
         per_node: int = 1,
         env: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-        write: Callable[[Line], None] | None = None,
+        write: Callable[[OutputLine], None] | None = None,
     ) -> list[int]:
         """Runs a command on all hosts, with torchrun's variables, and returns the exit statuses by rank.
 
@@ -294,14 +294,14 @@ class Lab:
         rank; 124 means that the timeout did.
 
         Args:
-            words: Command to run.
+            argv: Command to run.
             per_node: Ranks on each host.
             env: Further environment variables.
             timeout_s: Time after which all ranks are ended.
             write: Called with every line of output; by default, lines go to the standard output with their host.
         """
         commands = [
-            self.command(host, words, {**self.environment(host, local, per_node), **(env or {})})
+            self.command(host, argv, {**self.environment(host, local, per_node), **(env or {})})
             for host in range(self.size)
             for local in range(per_node)
         ]
@@ -428,11 +428,11 @@ class Lab:
     def _probe(self) -> None:
         bits = [self.conditions.line(host).up_bits or 0.0 for host in range(self.size)]
         commands = [
-            self._command(self._edge(host), words) for host, words in enumerate(probe_words(bits, time.monotonic()))
+            self._command(self._edge(host), argv) for host, argv in enumerate(probe_commands(bits, time.monotonic()))
         ]
         self._probed = run_probes(commands)
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _handle_request(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answers the requests of `stormtorch lab set` and `lab show`."""
         changes, path = dict(request.get("set", {})), request.get("path")
         conditions = self._conditions_of(path)

@@ -16,7 +16,7 @@ class LinkCount(NamedTuple):
     """Runs of such packets; None where the network does not count them."""
 
 
-class LineCount(NamedTuple):
+class AccessLinkCount(NamedTuple):
     """Packets between one host and the switch."""
 
     host: int
@@ -37,7 +37,7 @@ class Measured:
     """Counters since the last `reset`, and what the probe measured when the lab opened."""
 
     links: list[LinkCount]
-    lines: list[LineCount]
+    lines: list[AccessLinkCount]
     rates_bits: list[float] = field(default_factory=list)
     """Rate at which each host received in the probe's best tenth of a second; empty if the lab has no rate."""
     round_trips_s: list[float] = field(default_factory=list)
@@ -77,8 +77,8 @@ class Measured:
         links = {(link.source, link.target): link for link in before.links}
         lines = {(line.host, line.direction): line for line in before.lines}
         return Measured(
-            links=[_less_link(link, links.get((link.source, link.target))) for link in self.links],
-            lines=[_less_line(line, lines.get((line.host, line.direction))) for line in self.lines],
+            links=[_less_link_count(link, links.get((link.source, link.target))) for link in self.links],
+            lines=[_less_access_link(line, lines.get((line.host, line.direction))) for line in self.lines],
             rates_bits=self.rates_bits,
             round_trips_s=self.round_trips_s,
         )
@@ -97,14 +97,14 @@ class Measured:
         }
 
 
-def _less_link(now: LinkCount, before: LinkCount | None) -> LinkCount:
+def _less_link_count(now: LinkCount, before: LinkCount | None) -> LinkCount:
     if before is None:
         return now
     bursts = None if now.bursts is None else now.bursts - (before.bursts or 0)
     return now._replace(seen=now.seen - before.seen, lost=now.lost - before.lost, bursts=bursts)
 
 
-def _less_line(now: LineCount, before: LineCount | None) -> LineCount:
+def _less_access_link(now: AccessLinkCount, before: AccessLinkCount | None) -> AccessLinkCount:
     if before is None:
         return now
     return now._replace(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from stormtorch_lab.netns.access import Access, LabError, tool
 
-_PATIENCE_S = 10.0
+_READY_TIMEOUT_S = 10.0
 
 
 class Holder:
@@ -38,8 +38,8 @@ class Holder:
 
     def _await_child(self) -> int:
         """Waits until `cat` runs: unshare and nsenter fork, and their last descendant has the namespaces."""
-        give_up_at = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < give_up_at:
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 assert self._process.stderr is not None
                 problem = self._process.stderr.read().decode(errors="replace").strip()
@@ -50,7 +50,7 @@ class Holder:
                     return pid
             time.sleep(0.002)
         self.end()
-        raise LabError(f"a namespace was not ready after {_PATIENCE_S:g} s")
+        raise LabError(f"a namespace was not ready after {_READY_TIMEOUT_S:g} s")
 
     def enter(self, *, processes: bool = False) -> list[str]:
         """First words of a command that runs in the network namespace, or, with `processes`, in all of the host's."""

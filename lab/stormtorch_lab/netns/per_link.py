@@ -18,8 +18,8 @@ from stormtorch.checks import BadCondition
 from stormtorch.network.link_file import HOST_KEYS, entries, link_entries, ranks_of, read_file
 from stormtorch.network.loss import PerLink
 from stormtorch_lab.netns.conditions import (
+    AccessLink,
     Conditions,
-    HostLine,
     checked_delay,
     checked_mtu,
     checked_queue,
@@ -39,7 +39,7 @@ def read_per_link(path: Path, base: Conditions, hosts: int) -> Conditions:
     try:
         data = read_file(path)
         for number, host_entry in enumerate(entries(data, "hosts", HOST_KEYS)):
-            line = _entry_line(f"hosts[{number}]", host_entry)
+            line = _entry_access_link(f"hosts[{number}]", host_entry)
             for host in ranks_of(f"hosts[{number}].host", host_entry.get("host"), hosts):
                 lines[host] = line
         for entry in link_entries(data, path.parent, hosts):
@@ -54,9 +54,9 @@ def read_per_link(path: Path, base: Conditions, hosts: int) -> Conditions:
     return base.changed(loss=PerLink(default=default, links=models), delays=delays, lines=lines)
 
 
-def _entry_line(where: str, entry: dict[str, Any]) -> HostLine:
+def _entry_access_link(where: str, entry: dict[str, Any]) -> AccessLink:
     both = checked_rate(f"{where}.rate", entry["rate"]) if "rate" in entry else None
-    return HostLine(
+    return AccessLink(
         up_bits=checked_rate(f"{where}.up", entry["up"]) if "up" in entry else both,
         down_bits=checked_rate(f"{where}.down", entry["down"]) if "down" in entry else both,
         queue_bytes=checked_queue(f"{where}.queue", entry["queue"]) if "queue" in entry else None,

@@ -33,41 +33,41 @@ def main() -> None:
     )
     echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     echo.bind((own, _ECHO_PORT))
-    threading.Thread(target=_answer, args=(echo,), daemon=True).start()
+    threading.Thread(target=_serve_echo, args=(echo,), daemon=True).start()
     _sleep_until(start_at)
-    round_trips = _ask(own, following, packets)
+    round_trips = _measure_round_trips(own, following, packets)
     received = None
     if rate > 0:
         # Wait for hosts that are late because of loss; this one keeps answering meanwhile.
-        _sleep_until(start_at + _ASKING_S)
+        _sleep_until(start_at + _ROUND_TRIPS_S)
         received = _flood(own, following, rate, seconds)
     else:
-        _sleep_until(start_at + _ASKING_S)
+        _sleep_until(start_at + _ROUND_TRIPS_S)
     print(json.dumps({"round_trips_s": round_trips, "rate_bits": received}))
 
 
-_ASKING_S = 0.6
+_ROUND_TRIPS_S = 0.6
 
 
-def _answer(echo: socket.socket) -> None:
+def _serve_echo(echo: socket.socket) -> None:
     while True:
         data, source = echo.recvfrom(64)
         echo.sendto(data, source)
 
 
-def _ask(own: str, following: str, packets: int) -> list[float]:
+def _measure_round_trips(own: str, following: str, packets: int) -> list[float]:
     round_trips: list[float] = []
-    give_up_at = time.monotonic() + _ASKING_S
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.bind((own, 0))
+    deadline = time.monotonic() + _ROUND_TRIPS_S
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
+        probe_socket.bind((own, 0))
         number = 0
-        while len(round_trips) < packets and time.monotonic() < give_up_at:
+        while len(round_trips) < packets and time.monotonic() < deadline:
             number += 1
             begin = time.monotonic()
-            asking.sendto(number.to_bytes(4, "big"), (following, _ECHO_PORT))
-            asking.settimeout(max(min(0.3, give_up_at - begin), 0.001))
+            probe_socket.sendto(number.to_bytes(4, "big"), (following, _ECHO_PORT))
+            probe_socket.settimeout(max(min(0.3, deadline - begin), 0.001))
             with contextlib.suppress(TimeoutError, ConnectionRefusedError):
-                while int.from_bytes(asking.recv(64), "big") != number:
+                while int.from_bytes(probe_socket.recv(64), "big") != number:
                     pass
                 round_trips.append(time.monotonic() - begin)
     return round_trips

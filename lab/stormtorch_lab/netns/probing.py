@@ -15,7 +15,7 @@ _PROBE_S = 0.4
 _MOST_PROBED_BITS = 2e9
 
 
-def probe_words(bits: Sequence[float], now_s: float) -> list[list[str]]:
+def probe_commands(bits: Sequence[float], now_s: float) -> list[list[str]]:
     """Command of each host, for lines of these rates; 0 is unlimited."""
     hosts = len(bits)
     if max(bits) > _MOST_PROBED_BITS:

@@ -17,10 +17,10 @@ from stormtorch.folders import own_folder
 from stormtorch_lab.netns.access import LabError
 
 _LONGEST_REQUEST = 1 << 24
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 _RECORD, _SOCKET = "record.json", "socket"
 
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
+RequestHandler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def registry() -> Path:
@@ -48,7 +48,7 @@ class Registration:
         record = {"owner": _identity(os.getpid()), "holders": [_identity(pid) for pid in holders]}
         (self.folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
 
-    def serve(self, answer: Answer) -> None:
+    def serve(self, answer: RequestHandler) -> None:
         """Starts to answer requests."""
         self._socket.bind(str(self.folder / _SOCKET))
         self._socket.listen()
@@ -64,19 +64,19 @@ class Registration:
         self._socket.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _serve(self, answer: Answer) -> None:
+    def _serve(self, answer: RequestHandler) -> None:
         while True:
             try:
-                line, _ = self._socket.accept()
+                connection, _ = self._socket.accept()
             except OSError:
                 return
-            with line, contextlib.suppress(OSError):
-                line.settimeout(_PATIENCE_S)
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(_TIMEOUT_S)
                 try:
-                    reply = answer(json.loads(_receive(line)))
+                    reply = answer(json.loads(_receive(connection)))
                 except Exception as error:  # report any error to the command that asked
                     reply = {"error": str(error), "name": getattr(error, "name", None)}
-                line.sendall(json.dumps(reply).encode())
+                connection.sendall(json.dumps(reply).encode())
 
 
 class Refused(LabError):
@@ -89,10 +89,10 @@ class Refused(LabError):
 
 def running() -> list[str]:
     """Names of the labs whose owner still runs."""
-    return [entry.name for entry in _entries() if _lives(_record(entry).get("owner"))]
+    return [entry.name for entry in _entries() if _is_alive(_record(entry).get("owner"))]
 
 
-def ask(name: str | None, request: dict[str, Any]) -> dict[str, Any]:
+def send_request(name: str | None, request: dict[str, Any]) -> dict[str, Any]:
     """Sends a request to a lab and returns its reply, with its name as "lab"; None means the only running lab."""
     names = running()
     if name is None:
@@ -102,13 +102,13 @@ def ask(name: str | None, request: dict[str, Any]) -> dict[str, Any]:
         name = names[0]
     elif name not in names:
         raise LabError(f"no lab {name!r} is running; running labs: {', '.join(names) or 'none'}")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-        line.settimeout(_PATIENCE_S)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_TIMEOUT_S)
         try:
-            line.connect(str(registry() / name / _SOCKET))
-            line.sendall(json.dumps(request).encode())
-            line.shutdown(socket.SHUT_WR)
-            reply: dict[str, Any] = json.loads(_receive(line))
+            connection.connect(str(registry() / name / _SOCKET))
+            connection.sendall(json.dumps(request).encode())
+            connection.shutdown(socket.SHUT_WR)
+            reply: dict[str, Any] = json.loads(_receive(connection))
         except (OSError, ValueError) as error:
             raise LabError(f"lab {name} does not answer: {error}") from error
     if "error" in reply:
@@ -121,10 +121,10 @@ def clean() -> list[str]:
     done = []
     for entry in _entries():
         record = _record(entry)
-        if _lives(record.get("owner")):
+        if _is_alive(record.get("owner")):
             continue
         for holder in record.get("holders", []):
-            if _lives(holder):
+            if _is_alive(holder):
                 with contextlib.suppress(OSError):
                     os.kill(holder["pid"], signal.SIGKILL)
                     done.append(f"process {holder['pid']} of lab {entry.name}")
@@ -159,16 +159,16 @@ def _began(pid: int) -> int | None:
         return None
 
 
-def _lives(identity: object) -> bool:
+def _is_alive(identity: object) -> bool:
     if not isinstance(identity, dict):
         return False
     pid, began = identity.get("pid"), identity.get("began")
     return isinstance(pid, int) and pid > 1 and _began(pid) == began
 
 
-def _receive(line: socket.socket) -> bytes:
+def _receive(connection: socket.socket) -> bytes:
     data = bytearray()
-    while piece := line.recv(65536):
+    while piece := connection.recv(65536):
         data += piece
         if len(data) > _LONGEST_REQUEST:
             raise ValueError("the request is too long")

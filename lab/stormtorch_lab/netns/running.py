@@ -14,7 +14,7 @@ TIMED_OUT = 124
 """Status of a rank that the timeout ended, as timeout(1) has it."""
 
 
-class Line(NamedTuple):
+class OutputLine(NamedTuple):
     """One line of output."""
 
     host: int
@@ -30,7 +30,7 @@ def run_everywhere(
     *,
     per_node: int,
     timeout_s: float | None,
-    write: Callable[[Line], None] | None,
+    write: Callable[[OutputLine], None] | None,
 ) -> list[int]:
     """Runs the commands, one per rank, until all have ended, and returns their statuses."""
     ranks = _Ranks(commands, per_node, write or _print)
@@ -41,7 +41,7 @@ def run_everywhere(
 
 
 class _Ranks:
-    def __init__(self, commands: Sequence[Sequence[str]], per_node: int, write: Callable[[Line], None]) -> None:
+    def __init__(self, commands: Sequence[Sequence[str]], per_node: int, write: Callable[[OutputLine], None]) -> None:
         self._lock = threading.Lock()
         self._write = write
         self._processes: list[subprocess.Popen[str]] = []
@@ -69,14 +69,14 @@ class _Ranks:
         with stream, contextlib.suppress(ValueError):
             for text in stream:
                 with self._lock:  # lines of different ranks must not mix
-                    self._write(Line(host, local, error, text.rstrip("\n")))
+                    self._write(OutputLine(host, local, error, text.rstrip("\n")))
 
     def wait(self, timeout_s: float | None) -> list[int]:
-        give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         late: set[int] = set()
         try:
             for rank, process in enumerate(self._processes):
-                left = None if give_up_at is None else max(give_up_at - time.monotonic(), 0.0)
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
                 try:
                     process.wait(left)
                 except subprocess.TimeoutExpired:
@@ -111,15 +111,15 @@ class _Ranks:
                     os.killpg(process.pid, number)
 
     def _await_all(self, within_s: float) -> None:
-        give_up_at = time.monotonic() + within_s
+        deadline = time.monotonic() + within_s
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(give_up_at - time.monotonic(), 0.0))
+                process.wait(max(deadline - time.monotonic(), 0.0))
 
 
 def _status(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _print(line: Line) -> None:
+def _print(line: OutputLine) -> None:
     print(f"h{line.host} | {line.text}", flush=True)

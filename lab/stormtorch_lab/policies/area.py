@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 
 from stormtorch.policies import rules
-from stormtorch.policies.memory import NOBODY, Memory
+from stormtorch.policies.memory import NO_MEMORY, Memory
 from stormtorch.policies.policy import Numbers
 from stormtorch.policies.rank_policy import RankPolicy
 
@@ -38,7 +38,7 @@ class AREA(RankPolicy):
         """Remembers the parameters at the beginning as sent: owners have them in their mean."""
         rank["told"] = values
 
-    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NOBODY) -> torch.Tensor:
+    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NO_MEMORY) -> torch.Tensor:
         """Sends the difference to what the owners know of this rank."""
         return own - rank["told"]
 

@@ -8,7 +8,7 @@ import torch
 
 from stormtorch.checks import check
 from stormtorch.errors import StormError
-from stormtorch.policies.memory import NOBODY, Memory
+from stormtorch.policies.memory import NO_MEMORY, Memory
 from stormtorch.policies.policy import Numbers
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch_lab.privacy import masks
@@ -59,10 +59,10 @@ class LightDp(RankPolicy):
         """
         key = self._of("keys").pop(rank.index)  # of no use any more, and nobody can get hold of it later
         self._of("secrets")[rank.index] = {
-            place: masks.shared_secret(key, theirs) for place, theirs in enumerate(everyone) if place != rank.index
+            peer: masks.shared_secret(key, theirs) for peer, theirs in enumerate(everyone) if peer != rank.index
         }
 
-    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NOBODY) -> torch.Tensor:
+    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NO_MEMORY) -> torch.Tensor:
         """Returns a rank's values with its noise and its masks."""
         sent = own
         if self.noise:
@@ -76,8 +76,8 @@ class LightDp(RankPolicy):
 
     def _shared_by(self, rank: Memory) -> dict[int, bytes]:
         if self.key_seed is not None:
-            others = (place for place in range(rank.ranks) if place != rank.index)
-            return {place: masks.pretended_secret(self.key_seed, rank.index, place) for place in others}
+            others = (peer for peer in range(rank.ranks) if peer != rank.index)
+            return {peer: masks.pretended_secret(self.key_seed, rank.index, peer) for peer in others}
         known: dict[int, bytes] = self._of("secrets").get(rank.index, {})
         if len(known) != rank.ranks - 1:
             raise StormError(

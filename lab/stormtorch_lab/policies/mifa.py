@@ -7,7 +7,7 @@ import torch
 
 from stormtorch.checks import check
 from stormtorch.policies import rules
-from stormtorch.policies.memory import NOBODY, Memory
+from stormtorch.policies.memory import NO_MEMORY, Memory
 from stormtorch.policies.policy import Numbers
 from stormtorch.policies.rank_policy import RankPolicy
 
@@ -45,7 +45,7 @@ class MIFA(RankPolicy):
         rank["start"] = values
         rank["told"] = torch.zeros_like(values)
 
-    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NOBODY) -> torch.Tensor:
+    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NO_MEMORY) -> torch.Tensor:
         """Sends by how much this update differs from the last one that owners know; nothing without a step."""
         return own - rank["start"] - rank["told"] if rank.steps else torch.zeros_like(own)
 
@@ -62,8 +62,8 @@ class MIFA(RankPolicy):
         return owner["parameters"].add_(owner["mean"].add_(combined), alpha=self.outer_lr)
 
     def accept(
-        self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor, rank: Memory = NOBODY
+        self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor, rank: Memory = NO_MEMORY
     ) -> torch.Tensor:
         """Continues with the new parameters, or with its own where they were lost, and remembers where it started."""
-        rank["start"] = torch.where(arrived, came, own)
+        rank["start"] = torch.where(arrived, received, own)
         return rank["start"]

@@ -65,7 +65,7 @@ class PrivateDrift(BoundedDrift):
             scale = share_of_noise(self.noise, self.clip, self.batch, self.sharers)
             drawn = torch.randn(own.shape, generator=self._random(), dtype=torch.float32, device="cpu")
             own = own + drawn.mul_(scale).to(own.device, own.dtype)
-        return own * rules.chance_weight(loss) if super().weighs else own
+        return own * rules.inverse_probability_weight(loss) if super().weighs else own
 
     def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:
         """Returns the mean of what arrived; for weighed gradients the mean over all ranks, where what is lost is 0."""

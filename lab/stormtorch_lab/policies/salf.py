@@ -7,7 +7,7 @@ import torch
 
 from stormtorch.checks import check
 from stormtorch.policies.bounded_drift import BoundedDrift
-from stormtorch.policies.memory import NOBODY, Memory
+from stormtorch.policies.memory import NO_MEMORY, Memory
 from stormtorch.policies.policy import Deadline, Numbers
 
 
@@ -36,7 +36,7 @@ class SALF(BoundedDrift):
         check(self.weights == "mean", "weights", 'be "mean": layers are weighed by how many reach them', self.weights)
         check(0.0 <= self.inertia < 1.0, "inertia", "lie in [0, 1)", self.inertia)
 
-    def combine(self, mean: torch.Tensor, count: Numbers, present: int, owner: Memory = NOBODY) -> torch.Tensor:
+    def combine(self, mean: torch.Tensor, count: Numbers, present: int, owner: Memory = NO_MEMORY) -> torch.Tensor:
         """Divides the mean by the chance that anybody reaches a layer, from how many ranks have reached it lately."""
         share = torch.zeros_like(mean) + count / present
         reach = owner.setdefault("reach", torch.zeros_like(mean)).lerp_(share, 1.0 - self.inertia)

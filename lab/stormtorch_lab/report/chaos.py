@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from stormtorch_lab.report.parts import Event, Fact, Lines, Page, Section, Series, Table, Timeline
+from stormtorch_lab.report.parts import Event, Fact, LineChart, Page, Section, Series, Table, Timeline
 from stormtorch_lab.report.text import machine_rows, seconds
 
 _COLOURS = {
@@ -67,7 +67,7 @@ def _sections(data: dict[str, Any], ahead: str) -> list[Section]:
         struck = [f"h{host}" for host in (hosts if kind in _EVERYWHERE else each["hosts"])]
         colour = _COLOURS.get(kind, "grey")
         events += [Event(lane=lane, begin=begin, end=until, text=kind, colour=colour) for lane in struck]
-    steps = Lines(
+    steps = LineChart(
         title="Step of the training",
         x_label="seconds",
         y_label="step",

@@ -4,8 +4,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from stormtorch.telemetry.text import network_text, size_text, time_text
-from stormtorch_lab.report.parts import Bar, Bars, Fact, Grid, Lines, Mark, Page, Section, Series, Table, colours_of
-from stormtorch_lab.report.text import loss_words, machine_rows, percent, ranks_of, times, where_text
+from stormtorch_lab.report.parts import (
+    Bar,
+    BarChart,
+    Fact,
+    Grid,
+    LineChart,
+    Mark,
+    Page,
+    Section,
+    Series,
+    Table,
+    colours_of,
+)
+from stormtorch_lab.report.text import machine_rows, percent, ranks_of, requested_loss_text, times, where_text
 
 
 def allreduce_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
@@ -93,7 +105,7 @@ def latency_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
         verdict = f"An all-reduce of {size_text(ours['bytes'])} takes {time_text(ours['median_s'])}; gloo takes "
         verdict += f"{time_text(peer['median_s'])} ({times(ratio) if ratio >= 1 else f'{ratio:.2f}x'} as long)."
         tone = "good" if ratio > 1.05 else "bad" if ratio < 0.95 else "plain"
-    chart = Lines(
+    chart = LineChart(
         title="Time of an all-reduce by size",
         x_label="bytes",
         y_label="median, µs; bands reach to the 99th percentile",
@@ -124,7 +136,7 @@ def sweep_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
         rows = []
         for point in data["points"]:
             found = {result["backend"]: result for result in point["results"] or ()}
-            where = f"{network_text(point['requested'])}, {loss_words(point)}"
+            where = f"{network_text(point['requested'])}, {requested_loss_text(point)}"
             cells = [_ratio_cell(found.get(backend)) for backend in backends]
             rows.append((where, cells if found else [(str(point["error"] or "no result")[:60], -1.0), *cells[1:]]))
             peers = [each for key, each in found.items() if key.startswith("gloo")]
@@ -154,7 +166,7 @@ def _ratio_cell(result: dict[str, Any] | None) -> tuple[str, float]:
     return (">" if result["gave_up"] else "") + (f"{ratio:.2f}" if ratio < 9.95 else f"{ratio:.0f}"), tone
 
 
-def _bars(title: str, label: str, results: Sequence[dict[str, Any]], marks: list[Mark]) -> Bars:
+def _bars(title: str, label: str, results: Sequence[dict[str, Any]], marks: list[Mark]) -> BarChart:
     colours = colours_of([result["backend"] for result in results])
     bars = [
         Bar(
@@ -167,7 +179,7 @@ def _bars(title: str, label: str, results: Sequence[dict[str, Any]], marks: list
         )
         for result in results
     ]
-    return Bars(title=title, label=label, bars=bars, marks=marks, note="Bars are medians, dots are rounds.")
+    return BarChart(title=title, label=label, bars=bars, marks=marks, note="Bars are medians, dots are rounds.")
 
 
 def _ideal(results: Sequence[dict[str, Any]]) -> list[Mark]:

@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from stormtorch.telemetry.json_files import without_nan
-from stormtorch_lab.report.parts import Bars, Cell, Grid, Lines, Page, Part, Section, Table, Timeline
+from stormtorch_lab.report.parts import BarChart, Cell, Grid, LineChart, Page, PageElement, Section, Table, Timeline
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 """Content policy: nothing may be fetched from anywhere."""
@@ -23,7 +23,7 @@ _TABLE_ROWS = 2000
 def page_html(page: Page) -> str:
     """Writes a page as HTML."""
     sections = "".join(_section(section, number) for number, section in enumerate(page.sections))
-    charts = [asdict(part) for part in page.parts if isinstance(part, Lines)]
+    charts = [asdict(part) for part in page.parts if isinstance(part, LineChart)]
     facts = "".join(
         f'<li><b class="c-{_word(fact.colour)}">{escape(fact.figure)}</b><span>{escape(fact.text)}</span></li>'
         for fact in page.facts
@@ -89,12 +89,14 @@ def _section(section: Section, number: int) -> str:
     return f'<section aria-labelledby="s{number}">{heading}{text}{parts}</section>\n'
 
 
-def _part(part: Part) -> str:
+def _part(part: PageElement) -> str:
     if isinstance(part, Table):
         return f'<div class="table">{_table(part, caption=True)}{_note(part.note)}</div>'
     if isinstance(part, Grid):
         return f'<div class="table">{_grid(part)}{_note(part.note)}</div>'
-    drawn = _lines(part) if isinstance(part, Lines) else _bars(part) if isinstance(part, Bars) else _timeline(part)
+    drawn = (
+        _lines(part) if isinstance(part, LineChart) else _bars(part) if isinstance(part, BarChart) else _timeline(part)
+    )
     table = part.table()
     rows = len(table.rows)
     return (
@@ -108,7 +110,7 @@ def _note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>' if text else ""
 
 
-def _lines(chart: Lines) -> str:
+def _lines(chart: LineChart) -> str:
     names = ", ".join(each.name for each in chart.series)
     label = f"Line chart of {chart.y_label} against {chart.x_label}, of {names}. The table below has the figures."
     return (
@@ -117,7 +119,7 @@ def _lines(chart: Lines) -> str:
     )
 
 
-def _bars(chart: Bars) -> str:
+def _bars(chart: BarChart) -> str:
     values = [bar.value for bar in chart.bars]
     marks = [mark.x for mark in chart.marks if mark.x is not None]
     most = max([*values, *marks, 0.0])

@@ -75,7 +75,7 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lines:
+class LineChart:
     """A chart of lines."""
 
     title: str
@@ -119,7 +119,7 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bars:
+class BarChart:
     """A chart of horizontal bars."""
 
     title: str
@@ -180,7 +180,7 @@ class Grid:
         return Table(title=self.title, headings=(self.corner, *self.columns), rows=rows)
 
 
-Part: TypeAlias = Lines | Bars | Grid | Timeline | Table
+PageElement: TypeAlias = LineChart | BarChart | Grid | Timeline | Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,7 @@ class Section:
 
     heading: str
     text: str = ""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[PageElement] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +217,6 @@ class Page:
     """Conditions under which it was measured."""
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[PageElement]:
         """All parts in their order."""
         return [part for section in self.sections for part in section.parts]

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stormtorch_lab.report.parts import Fact, Lines, Mark, Page, Section, Series, Table, colours_of
+from stormtorch_lab.report.parts import Fact, LineChart, Mark, Page, Section, Series, Table, colours_of
 from stormtorch_lab.report.text import (
     called,
     listed,
-    loss_words,
     machine_rows,
     percent,
     ranks_of,
+    requested_loss_text,
     seconds,
     times,
     where_text,
@@ -120,7 +120,7 @@ def race_verdict(conditions: dict[str, Any], learners: Sequence[Learner]) -> tup
     peers = [each for each in learners if each.tcp]
     if ours is None or not peers:
         return "Nothing to compare: a race needs stormtorch and a backend over TCP.", "plain"
-    lost = loss_words(conditions)
+    lost = requested_loss_text(conditions)
     if not ours.trained:
         return f"stormtorch made no step at {lost}: the run ended too early to say anything.", "bad"
     duels = duels_of(learners)
@@ -142,7 +142,7 @@ def race_verdict(conditions: dict[str, Any], learners: Sequence[Learner]) -> tup
 
 def _first_duel(duel: Duel, conditions: dict[str, Any]) -> tuple[str, str]:
     at = "Over a perfect network" if "requested" not in conditions and not conditions.get("faults") else ""
-    at = at or f"At {loss_words(conditions)}"
+    at = at or f"At {requested_loss_text(conditions)}"
     goal = f"a validation loss of {duel.target:.2f}"
     ours, peer = seconds(duel.storm_s), seconds(duel.peer_s)
     if duel.ratio > _SAME:
@@ -223,7 +223,7 @@ def race_sections(conditions: dict[str, Any], learners: Sequence[Learner]) -> li
         marks.append(Mark(y=first.target, text=f"loss {first.target:.2f}"))
         marks.append(Mark(x=first.storm_s, text=seconds(first.storm_s), colour=_colour(first.storm, names)))
         marks.append(Mark(x=first.peer_s, text=seconds(first.peer_s), colour=_colour(first.peer, names)))
-    by_second = Lines(
+    by_second = LineChart(
         title="Validation loss against seconds of training",
         x_label="seconds of training",
         y_label="validation loss, nats per byte",
@@ -235,7 +235,7 @@ def race_sections(conditions: dict[str, Any], learners: Sequence[Learner]) -> li
         marks=marks,
         note="Lower is better. The clock is that of the slowest rank; evaluations are not on it.",
     )
-    by_step = Lines(
+    by_step = LineChart(
         title="Validation loss against steps",
         x_label="steps",
         y_label="validation loss, nats per byte",

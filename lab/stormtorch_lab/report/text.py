@@ -33,12 +33,12 @@ def where_text(conditions: dict[str, Any]) -> str:
     """Network of a measurement: "100 Mbit/s, round trip 20 ms, 10 % loss"."""
     requested = conditions.get("requested")
     if isinstance(requested, dict):
-        return f"{network_text(requested)}, {loss_words(conditions)}"
+        return f"{network_text(requested)}, {requested_loss_text(conditions)}"
     faults = conditions.get("faults") or conditions.get("faults_requested") or 0.0
     return "loopback" + (f", {percent(faults)} of stormtorch's datagrams lost, none of gloo's" if faults else "")
 
 
-def loss_words(conditions: dict[str, Any]) -> str:
+def requested_loss_text(conditions: dict[str, Any]) -> str:
     """Loss that was asked for: "10 % loss", "10 % loss in bursts of 5 ms"."""
     requested = conditions.get("requested")
     if not isinstance(requested, dict):

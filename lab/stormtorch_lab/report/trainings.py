@@ -5,12 +5,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from stormtorch.telemetry.statistics import mean, spread
-from stormtorch_lab.report.parts import Bar, Bars, Fact, Lines, Mark, Page, Part, Section, Series, Table, colours_of
+from stormtorch_lab.report.parts import (
+    Bar,
+    BarChart,
+    Fact,
+    LineChart,
+    Mark,
+    Page,
+    PageElement,
+    Section,
+    Series,
+    Table,
+    colours_of,
+)
 from stormtorch_lab.report.text import listed, machine_rows, percent
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingRuns:
     """All seeds of one policy."""
 
     name: str
@@ -32,7 +44,7 @@ class Training:
         key = "perplexity" if self.language else "accuracy"
         return [float(run[key]) for run in self.ended if run.get(key) is not None]
 
-    def against(self, other: "Training") -> list[float]:
+    def against(self, other: "TrainingRuns") -> list[float]:
         """How much worse each seed is than the same seed of another: relative perplexity, or accuracy lost."""
         found = []
         key = "perplexity" if self.language else "accuracy"
@@ -44,18 +56,18 @@ class Training:
         return found
 
 
-def trainings_of(files: Sequence[tuple[str, dict[str, Any]]]) -> list[Training]:
+def trainings_of(files: Sequence[tuple[str, dict[str, Any]]]) -> list[TrainingRuns]:
     """Groups results by policy, and by file if there are several."""
-    found: list[Training] = []
+    found: list[TrainingRuns] = []
     for name, data in files:
         policies = list(dict.fromkeys(str(result["policy"]) for result in data["results"]))
         for policy in policies:
             runs = [result for result in data["results"] if result["policy"] == policy]
-            found.append(Training(policy if len(files) == 1 else f"{policy} ({name})", policy, runs))
+            found.append(TrainingRuns(policy if len(files) == 1 else f"{policy} ({name})", policy, runs))
     return found
 
 
-def cost_sentence(trainings: Sequence[Training], lost: float, steps: int) -> tuple[str, str]:
+def cost_sentence(trainings: Sequence[TrainingRuns], lost: float, steps: int) -> tuple[str, str]:
     """Says what the loss cost, and a tone."""
     base = next((each for each in trainings if each.policy == "lossless"), None)
     others = [each for each in trainings if each is not base and each.scores()]
@@ -107,10 +119,10 @@ def training_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
     )
 
 
-def training_sections(trainings: Sequence[Training]) -> list[Section]:
+def training_sections(trainings: Sequence[TrainingRuns]) -> list[Section]:
     """Curves as bands over seeds, differences from lossless, and a table."""
     colours = colours_of([each.name if each.name != each.policy else each.policy for each in trainings])
-    parts: list[Part] = []
+    parts: list[PageElement] = []
     base = next((each for each in trainings if each.policy == "lossless"), None)
     bars = []
     for each in trainings:
@@ -125,7 +137,7 @@ def training_sections(trainings: Sequence[Training]) -> list[Section]:
     if bars:
         label = "perplexity above lossless, %" if trainings[0].language else "accuracy below lossless, points"
         parts.append(
-            Bars(
+            BarChart(
                 title="Cost against the lossless run of the same seed",
                 label=label,
                 bars=bars,
@@ -135,7 +147,7 @@ def training_sections(trainings: Sequence[Training]) -> list[Section]:
     if base is not None and bars:
         series = [_above(each, base, colours[each.name]) for each in trainings if each is not base and each.ended]
         parts.append(
-            Lines(
+            LineChart(
                 title="Validation loss above the lossless run of the same seed",
                 x_label="steps",
                 y_label="nats above lossless",
@@ -145,7 +157,7 @@ def training_sections(trainings: Sequence[Training]) -> list[Section]:
             )
         )
     parts.append(
-        Lines(
+        LineChart(
             title="Validation loss against steps",
             x_label="steps",
             y_label="validation loss",
@@ -177,7 +189,7 @@ def training_sections(trainings: Sequence[Training]) -> list[Section]:
     return [Section(heading="What the loss costs", parts=[*parts, table])]
 
 
-def _facts(trainings: Sequence[Training], lost: float) -> list[Fact]:
+def _facts(trainings: Sequence[TrainingRuns], lost: float) -> list[Fact]:
     base = next((each for each in trainings if each.policy == "lossless"), None)
     colours = colours_of([each.name for each in trainings])
     facts = []
@@ -189,7 +201,7 @@ def _facts(trainings: Sequence[Training], lost: float) -> list[Fact]:
     return [*facts[:4], Fact(figure=percent(lost), text="of the chunks or datagrams lost, measured")]
 
 
-def _band(training: Training, colour: str, first: int) -> Series:
+def _band(training: TrainingRuns, colour: str, first: int) -> Series:
     curves = [run["val_curve"] for run in training.ended]
     length = min(len(curve) for curve in curves)
     columns = [[float(curve[index][2]) for curve in curves] for index in range(first, length)]
@@ -204,7 +216,7 @@ def _band(training: Training, colour: str, first: int) -> Series:
     )
 
 
-def _above(training: Training, base: Training, colour: str) -> Series | None:
+def _above(training: TrainingRuns, base: TrainingRuns, colour: str) -> Series | None:
     """Differences from lossless, seed by seed: the curves themselves are too steep to show them."""
     before = {run["seed"]: {row[0]: float(row[2]) for row in run["val_curve"]} for run in base.ended}
     runs = [run for run in training.ended if run["seed"] in before]
@@ -225,14 +237,14 @@ def _above(training: Training, base: Training, colour: str) -> Series | None:
     )
 
 
-def _drift_chart(trainings: Sequence[Training], colours: dict[str, str]) -> Lines:
+def _drift_chart(trainings: Sequence[TrainingRuns], colours: dict[str, str]) -> LineChart:
     series = []
     for each in trainings:
         curve = [(float(row[0]), row[1]) for row in each.runs[0]["drift_curve"] if row[1]]
         if curve:
             x, y = [step for step, _ in curve], [float(value) for _, value in curve]
             series.append(Series(name=each.name, colour=colours[each.name], x=x, y=[*y]))
-    return Lines(
+    return LineChart(
         title="How far two replicas are apart",
         x_label="steps",
         y_label="mean squared difference",

@@ -8,9 +8,9 @@ Every virtual worker computes gradients on its own stale replica. The policies' 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stormtorch_lab.simulation.run import Simulated, Spot, simulate
+    from stormtorch_lab.simulation.run import ProgressPoint, Simulated, simulate
 
-__all__ = ["Simulated", "Spot", "simulate"]
+__all__ = ["ProgressPoint", "Simulated", "simulate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -52,7 +52,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         # Only the main thread gets signals; other threads have nothing to hold back.
         if threading.current_thread() is threading.main_thread():
-            self._handler = signal.signal(signal.SIGINT, self._hear)
+            self._handler = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
     def __exit__(
@@ -61,7 +61,7 @@ class Checkpoint:
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
 
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
         # torchrun passes on a Ctrl-C that its processes have got already, so a second one means nothing there.
         if self._interrupted and not self._processes.on:
             raise KeyboardInterrupt
@@ -78,7 +78,7 @@ class Checkpoint:
             ValueError: The file cannot be read, or belongs to another simulation.
         """
         done = self._load(training, found) if self._path.exists() else 0
-        least, most = -self._processes.agree(-done), self._processes.agree(done)
+        least, most = -self._processes.all_reduce_max(-done), self._processes.all_reduce_max(done)
         if least != most:
             raise ValueError(
                 f"checkpoint {self._path} is after {done} steps, those of other processes after {least} to {most}; "
@@ -93,7 +93,7 @@ class Checkpoint:
             KeyboardInterrupt: Ctrl-C was held back, and the state is saved now.
         """
         due = time.monotonic() - self._saved_at >= self._every_s and not last
-        wanted = self._processes.agree(2 if self._interrupted else int(due))
+        wanted = self._processes.all_reduce_max(2 if self._interrupted else int(due))
         if wanted:
             self._save(training, found)
             self._saved_at = time.monotonic()
@@ -120,7 +120,7 @@ class Checkpoint:
         except OSError as error:
             problem = error
         # States of different steps would be of no use: all processes replace theirs, or none.
-        if not self._processes.agree(int(problem is not None)):
+        if not self._processes.all_reduce_max(int(problem is not None)):
             os.replace(beside, self._path)
             return
         beside.unlink(missing_ok=True)

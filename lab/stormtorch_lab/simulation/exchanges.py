@@ -14,7 +14,7 @@ from stormtorch.policies.convergence_guard import LossMeter
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch_lab.simulation.arrivals.coded import CodedMasks, Counts
 from stormtorch_lab.simulation.arrivals.masks import Masks
 from stormtorch_lab.simulation.arrivals.repair import arrived
@@ -48,7 +48,7 @@ class Exchanges:
         self._senders: Senders | None = None
         longest = int(torch.bincount(owner_C).max())
         most = max(
-            policy.redundancy_of(stage, loss / 100, longest, setting.narrower)
+            policy.redundancy_of(stage, loss / 100, longest, setting.compression_ratio)
             for stage in (policy.up, policy.down)
             for loss in range(101)
         )
@@ -57,14 +57,16 @@ class Exchanges:
             raise BadSetting("redundancy", "must be 0 over a SlowBackward")
         if most:
             self._masks = CodedMasks(setting.network, n, owner_C, seed, device, most)
-            self._senders = Senders(longest, setting.narrower, n)
+            self._senders = Senders(longest, setting.compression_ratio, n)
         else:
             self._masks = Masks(setting.network, n, owner_C, seed, device)
         self._masks_down = self._masks
         if down_C is not owner_C:
             self._masks_down = Masks(setting.network, n, down_C, seed + 1, device)
 
-    def draw(self, policy: Policy, row: Row, *, up: bool, owner_C: Tensor | None = None, exact: bool = False) -> Tensor:
+    def draw(
+        self, policy: Policy, row: LedgerRow, *, up: bool, owner_C: Tensor | None = None, exact: bool = False
+    ) -> Tensor:
         """Returns which chunks (W, C) have arrived at the end of a stage, and counts its bytes.
 
         Chunks, their parity and what is sent again to meet a budget count, as the mean over workers. Of an exact stage
@@ -82,16 +84,16 @@ class Exchanges:
         each = setting.datagram_bytes / setting.workers
         masks = self._masks if up else self._masks_down
         if up and isinstance(setting.network, SlowBackward):
-            _cut_off(masks, policy, row)
+            _apply_deadline(masks, policy, row)
         chunks = masks.owner_C.numel()
         row.bytes_sent += round(chunks * (setting.workers - 1) * each)
         redundancy_W = None if senders is None else senders.redundancy(policy, reliability)
         if chunks != self._cells or self._masks_down is not self._masks:
-            arrived_WC, again = arrived(masks, reliability, up=up, redundancy_W=redundancy_W)
-            row.bytes_sent += round(again * each)
+            arrived_WC, retransmitted = arrived(masks, reliability, up=up, redundancy_W=redundancy_W)
+            row.bytes_sent += round(retransmitted * each)
             return arrived_WC[:, self._chunk_of_up if up else self._chunk_of_down]
-        arrived_WC, again = arrived(masks, reliability, up=up, owner_C=owner_C, redundancy_W=redundancy_W)
-        row.bytes_sent += round(again * each)
+        arrived_WC, retransmitted = arrived(masks, reliability, up=up, owner_C=owner_C, redundancy_W=redundancy_W)
+        row.bytes_sent += round(retransmitted * each)
         if senders is not None and isinstance(self._masks, CodedMasks) and not reliability.exact:
             counts = self._masks.counts
             assert counts is not None
@@ -101,7 +103,7 @@ class Exchanges:
             row.recovered += int(counts.recovered)
         return arrived_WC
 
-    def draw_pairs(self, policy: Policy, row: Row, partner_W: list[int]) -> Tensor:
+    def draw_pairs(self, policy: Policy, row: LedgerRow, partner_W: list[int]) -> Tensor:
         """Returns which chunks (W, C) of its partner have reached each worker; none where it has no partner.
 
         All chunks must have one owner, so that a link carries a whole model.
@@ -151,7 +153,7 @@ class Exchanges:
             self._senders.load_state_dict(state["senders"])
 
 
-def _cut_off(masks: Masks | CodedMasks, policy: Policy, row: Row) -> None:
+def _apply_deadline(masks: Masks | CodedMasks, policy: Policy, row: LedgerRow) -> None:
     """Lets slow workers have until the deadline of a step, if the policy has one.
 
     Raises:
@@ -189,8 +191,8 @@ def _grouped(owner_C: Tensor, cells: int) -> tuple[Tensor, Tensor]:
     """Puts neighbouring chunks of an owner into datagrams: the owner of each, and the datagram of each chunk."""
     counts = torch.bincount(owner_C)
     each = -(-counts // cells)
-    firsts, places = counts.cumsum(0) - counts, each.cumsum(0) - each
-    datagram_C = places[owner_C] + (torch.arange(len(owner_C)) - firsts[owner_C]) // cells
+    firsts, datagram_offsets = counts.cumsum(0) - counts, each.cumsum(0) - each
+    datagram_C = datagram_offsets[owner_C] + (torch.arange(len(owner_C)) - firsts[owner_C]) // cells
     return torch.arange(len(counts)).repeat_interleave(each), datagram_C
 
 
@@ -203,10 +205,10 @@ class Senders:
         workers: Number of workers, W.
     """
 
-    def __init__(self, chunks: int, narrower: float, workers: int) -> None:
-        self._chunks, self._narrower = chunks, narrower
+    def __init__(self, chunks: int, compression_ratio: float, workers: int) -> None:
+        self._chunks, self._narrower = chunks, compression_ratio
         self._loss_W = LossMeter(torch.zeros(workers, dtype=torch.float64))
-        self._told: list[tuple[Tensor, Tensor]] = []
+        self._reported: list[tuple[Tensor, Tensor]] = []
         self._latest: list[tuple[Tensor, Tensor]] = []
         # Redundancy of each worker in the last exchange of a stage that may lose, by whether that was the first.
         self._last = {up: [0.0] * workers for up in (True, False)}
@@ -224,7 +226,7 @@ class Senders:
         self._last[up] = now
         each_W = zip(losses, before, now, strict=True)
         return [
-            (rules.carried_over(loss, self._chunks, was, will), 1.0 if was == will else loss)
+            (rules.residual_loss_ratio(loss, self._chunks, was, will), 1.0 if was == will else loss)
             for loss, was, will in each_W
         ]
 
@@ -234,17 +236,17 @@ class Senders:
 
     def end_step(self) -> None:
         """Learns from the exchanges of the step before: reports of an exchange travel with the next."""
-        if self._told:
-            lost_W, sent_W = (sum(each, torch.zeros(())) for each in zip(*self._told, strict=True))
+        if self._reported:
+            lost_W, sent_W = (sum(each, torch.zeros(())) for each in zip(*self._reported, strict=True))
             self._loss_W.add(lost_W, sent_W)
-        self._told, self._latest = self._latest, []
+        self._reported, self._latest = self._latest, []
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
-        return {"loss": self._loss_W.state, "told": self._told, "last": self._last}
+        return {"loss": self._loss_W.state, "told": self._reported, "last": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from the state of a checkpoint."""
         self._loss_W.restore(*(each.cpu() for each in state["loss"]))
-        self._told = [(lost.cpu(), sent.cpu()) for lost, sent in state["told"]]
+        self._reported = [(lost.cpu(), sent.cpu()) for lost, sent in state["told"]]
         self._latest, self._last = [], state["last"]

@@ -115,8 +115,8 @@ class Gradients:
         """Gradients of the replicas, after `compute`."""
         self._used = torch.zeros(at_once, len(self._parameters), dtype=torch.bool)
         self._worker = 0
-        for place, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(self._noting(place))
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(self._recording_use(index))
         self._buffers = {name: each[:at_once].clone() for name, each in self.buffers.items()}
         self._stacked = torch.compile(self._losses_of, dynamic=False) if fuse else self._losses_of
         self._graph: Any = None
@@ -186,11 +186,11 @@ class Gradients:
 
     def average_buffers_into(self, model: nn.Module, processes: Processes) -> None:
         """Gives a model the mean of all workers' floating-point buffers, and the first worker's other buffers."""
-        workers = processes.add_up(torch.tensor(float(self._workers)))
+        workers = processes.all_reduce(torch.tensor(float(self._workers)))
         for name, own in model.named_buffers():
             stacked = self.buffers[f"model.{name}"]
             if own.is_floating_point():
-                own.copy_(processes.add_up(stacked.sum(0)) / workers.to(own.device))
+                own.copy_(processes.all_reduce(stacked.sum(0)) / workers.to(own.device))
             else:
                 own.copy_(stacked[0])
 
@@ -274,14 +274,14 @@ class Gradients:
         """Returns views of all trained parameters: of those that travel, and of the personal ones."""
         return self._chunks.views(shared) + self.personal.chunks.views(own)
 
-    def _noting(self, place: int) -> Callable[[torch.Tensor], None]:
+    def _recording_use(self, index: int) -> Callable[[torch.Tensor], None]:
         # Python's garbage collector does not see that parameters hold their hooks, so hooks must not hold parameters.
         found = weakref.ref(self)
 
         def note(_parameter: torch.Tensor) -> None:
             gradients = found()
             if gradients is not None:
-                gradients._used[gradients._worker, place] = True
+                gradients._used[gradients._worker, index] = True
 
         return note
 

@@ -19,7 +19,7 @@ class LinkLosses:
 
     def __init__(self, workers: int, device: torch.device) -> None:
         self._loss_WN = LossMeter(torch.zeros(workers, workers, device=device))
-        self._told_WN: torch.Tensor | None = None
+        self._reported_WN: torch.Tensor | None = None
         self._device = device
 
     def next(self, lost_WC: torch.Tensor, owner_C: torch.Tensor, chunks_W: torch.Tensor) -> torch.Tensor:
@@ -34,9 +34,9 @@ class LinkLosses:
         missing_WN = torch.zeros(workers, workers, device=self._device)
         missing_WN.index_add_(1, owner_C, lost_WC.float())
         # Counts are one exchange late: owners report a loss while the next gradients are already on their way.
-        if self._told_WN is not None:
-            self._loss_WN.add(self._told_WN, chunks_W.float().expand(workers, workers))
-        self._told_WN = missing_WN
+        if self._reported_WN is not None:
+            self._loss_WN.add(self._reported_WN, chunks_W.float().expand(workers, workers))
+        self._reported_WN = missing_WN
         return loss_WN[:, owner_C]
 
     def translate(self, changed_W: list[tuple[float, float]]) -> None:
@@ -47,16 +47,16 @@ class LinkLosses:
         """
         factor_W1, most_W1 = torch.tensor(changed_W, device=self._device).T.unsqueeze(-1)
         self._loss_WN.translate(factor_W1, most_W1)
-        if self._told_WN is not None:
-            self._told_WN = self._told_WN * factor_W1  # told late: counted with the redundancy so far
+        if self._reported_WN is not None:
+            self._reported_WN = self._reported_WN * factor_W1  # told late: counted with the redundancy so far
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
-        return {"loss": self._loss_WN.state, "told": self._told_WN}
+        return {"loss": self._loss_WN.state, "told": self._reported_WN}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from the state of a checkpoint."""
         lost_WN, sent_WN = state["loss"]
         self._loss_WN.restore(lost_WN.to(self._device), sent_WN.to(self._device))
-        told_WN = state["told"]
-        self._told_WN = None if told_WN is None else told_WN.to(self._device)
+        reported_WN = state["told"]
+        self._reported_WN = None if reported_WN is None else reported_WN.to(self._device)

@@ -8,7 +8,7 @@ from stormtorch.telemetry.ledger import Ledger
 
 
 @dataclass(frozen=True)
-class Spot:
+class ProgressPoint:
     """The progress of a simulation."""
 
     step: int

@@ -26,7 +26,7 @@ class Processes:
         """Returns the first worker of this process, and the one after its last."""
         return self.rank * workers // self.world, (self.rank + 1) * workers // self.world
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replaces a tensor by its sum over all processes, and returns it."""
         if self.on:
             sent = tensor.cuda() if self._only_gpu else tensor
@@ -35,7 +35,7 @@ class Processes:
                 tensor.copy_(sent)
         return tensor
 
-    def agree(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         """Returns the largest value that any process has."""
         if not self.on:
             return value
@@ -43,7 +43,7 @@ class Processes:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
-    def from_first(self, value: T) -> T:
+    def broadcast_first(self, value: T) -> T:
         """Returns the first process's value, which must be picklable."""
         if not self.on:
             return value
@@ -58,7 +58,7 @@ class Processes:
         first, last = self.part(workers)
         whole = own.new_zeros(workers, *own.shape[1:])
         whole[first:last] = own
-        return self.add_up(whole)
+        return self.all_reduce(whole)
 
 
 def launched() -> bool:

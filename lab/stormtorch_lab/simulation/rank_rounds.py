@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from stormtorch.policies import rules
-from stormtorch.policies.memory import Memory, Store
+from stormtorch.policies.memory import Memory, MemoryStore
 from stormtorch.policies.policy import applied, overrides
 from stormtorch.policies.rank_policy import RankPolicy, remembers, with_rank
-from stormtorch.telemetry.ledger import Row, links_of
+from stormtorch.telemetry.ledger import LedgerRow, pack_links
 from stormtorch_lab.simulation.exchanges import Exchanges
 from stormtorch_lab.simulation.links import LinkLosses
 from stormtorch_lab.simulation.setting import Setting
@@ -25,7 +25,7 @@ class Round:
     """An exchange that has begun: its results are on their way."""
 
     number: int
-    row: Row
+    row: LedgerRow
     ends: int
     """Number of optimizer steps after which workers accept the results."""
     down_WC: torch.Tensor
@@ -49,15 +49,15 @@ class Fragment:
 
     def __init__(self, setting: Setting, policy: RankPolicy, number: int) -> None:
         count, n = setting.chunks.count, setting.workers
-        cuts = [count - place * count // policy.fragments for place in (number, number + 1)]
-        self.chunks = slice(cuts[1], cuts[0])
+        bounds = [count - local_index * count // policy.fragments for local_index in (number, number + 1)]
+        self.chunks = slice(bounds[1], bounds[0])
         """Place of its chunks in the model."""
-        self.count = cuts[0] - cuts[1]
+        self.count = bounds[0] - bounds[1]
         if policy.fragments == 1:
             self.owner_C = setting.chunks.owner_C
         else:
             self.owner_C = torch.arange(self.count) * n // max(self.count, 1)
-        if policy.meets_in_pairs:
+        if policy.exchanges_in_pairs:
             self.owner_C = torch.zeros_like(self.owner_C)
         self.exchanges = Exchanges(setting, policy, self.owner_C, seed=number)
         self.losses = LinkLosses(n if policy.weighs else 0, setting.device)
@@ -80,31 +80,31 @@ class RankRounds:
         fragments = min(policy.fragments, setting.chunks.count)
         self._fragments = [Fragment(setting, policy, number) for number in range(fragments)]
         self._order = torch.Generator().manual_seed(policy.seed)
-        self._owners = Store(initial_CE.numel(), setting.device)
+        self._owners = MemoryStore(initial_CE.numel(), setting.device)
         own = self.last - self.first if remembers(policy) else 0
-        self._ranks = [Store(initial_CE.numel(), setting.device) for _ in range(own)]
+        self._ranks = [MemoryStore(initial_CE.numel(), setting.device) for _ in range(own)]
         self.number = 0
         """Number of exchanges so far."""
         if overrides(policy, "meet"):
             n = setting.workers
-            everyone = [Store(0).chunks(0, 0, 0).told(index=worker, ranks=n, round_=0) for worker in range(n)]
+            everyone = [MemoryStore(0).chunks(0, 0, 0).told(index=worker, ranks=n, round_=0) for worker in range(n)]
             told = [policy.meet(rank) for rank in everyone]
             for rank in everyone:
                 policy.met(rank, told)
         for fragment in self._fragments:
             values_CE = initial_CE[fragment.chunks]
             policy.begin_owner(self._memory(self._owners, fragment), values_CE)
-            for place, store in enumerate(self._ranks):
-                policy.begin_rank(self._memory(store, fragment, self.first + place), values_CE)
+            for local_index, store in enumerate(self._ranks):
+                policy.begin_rank(self._memory(store, fragment, self.first + local_index), values_CE)
 
-    def _memory(self, store: Store, fragment: Fragment, index: int = 0, steps: int = 0) -> Memory:
+    def _memory(self, store: MemoryStore, fragment: Fragment, index: int = 0, steps: int = 0) -> Memory:
         per_chunk = self._setting.chunks.per_chunk
         memory = store.chunks(fragment.chunks.start * per_chunk, fragment.count, per_chunk)
         return memory.told(index=index, ranks=self._setting.workers, round_=self.number, steps=steps)
 
     def _rank(self, fragment: Fragment, worker: int, steps_W: torch.Tensor) -> Memory:
         """Returns the memory of one of this process's workers; an empty one if the policy needs none."""
-        store = self._ranks[worker - self.first] if self._ranks else Store(0)
+        store = self._ranks[worker - self.first] if self._ranks else MemoryStore(0)
         if not self._ranks:
             return store.chunks(0, 0, 0)
         return self._memory(store, fragment, worker, int(steps_W[worker]))
@@ -116,7 +116,7 @@ class RankRounds:
 
     # --- beginning ----------------------------------------------------------------------------------------------------
 
-    def begin(self, policy: RankPolicy, vectors_WCE: torch.Tensor, row: Row, ends: int) -> Round:
+    def begin(self, policy: RankPolicy, vectors_WCE: torch.Tensor, row: LedgerRow, ends: int) -> Round:
         """Begins an exchange of the next fragment.
 
         Args:
@@ -131,7 +131,7 @@ class RankRounds:
         gradients = policy.sends == "gradients"
         takes_W = torch.ones_like(steps_W, dtype=torch.bool) if gradients else steps_W >= policy.at_least
         fragment.since_W[takes_W] = 0
-        make = self._in_pairs if policy.meets_in_pairs else self._by_owners
+        make = self._in_pairs if policy.exchanges_in_pairs else self._by_owners
         results, down_WC = make(policy, fragment, vectors_WCE, row, takes_W, steps_W)
         found = Round(self.number, row, ends, down_WC, results, takes_W, steps_W)
         fragment.exchanges.end_step()
@@ -143,7 +143,7 @@ class RankRounds:
         policy: RankPolicy,
         fragment: Fragment,
         vectors_WCE: torch.Tensor,
-        row: Row,
+        row: LedgerRow,
         takes_W: torch.Tensor,
         steps_W: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,14 +153,14 @@ class RankRounds:
         arrived_WC &= takes_W[partner_W].to(arrived_WC.device).unsqueeze(-1)
         sent_WCE = torch.stack(
             [
-                self._sent(policy, fragment, own_CE, 0.0, row, self.first + place, steps_W)
-                for place, own_CE in enumerate(vectors_WCE)
+                self._sent(policy, fragment, own_CE, 0.0, row, self.first + local_index, steps_W)
+                for local_index, own_CE in enumerate(vectors_WCE)
             ]
         )
         if policy.reports:
-            for place, sent_CE in enumerate(sent_WCE):
-                rank = self._rank(fragment, self.first + place, steps_W)
-                policy.sent(rank, sent_CE, arrived_WC[partner_W[self.first + place]].unsqueeze(-1))
+            for local_index, sent_CE in enumerate(sent_WCE):
+                rank = self._rank(fragment, self.first + local_index, steps_W)
+                policy.sent(rank, sent_CE, arrived_WC[partner_W[self.first + local_index]].unsqueeze(-1))
         results_WCE = setting.processes.everyone(sent_WCE, n)[partner_W[self.first : self.last]]
         self._count(row, arrived_WC.new_ones(arrived_WC.shape), arrived_WC, fragment, meets=True)
         return results_WCE, arrived_WC
@@ -170,7 +170,7 @@ class RankRounds:
         policy: RankPolicy,
         fragment: Fragment,
         vectors_WCE: torch.Tensor,
-        row: Row,
+        row: LedgerRow,
         takes_W: torch.Tensor,
         steps_W: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,18 +193,18 @@ class RankRounds:
         for worker, own_CE in enumerate(vectors_WCE, self.first):
             loss = 0.0 if loss_WC is None else loss_WC[worker].unsqueeze(-1)
             sent_CE = self._sent(policy, fragment, own_CE, loss, row, worker, steps_W)
-            came_C1 = up_WC[worker].unsqueeze(-1)
+            arrived_C1 = up_WC[worker].unsqueeze(-1)
             if policy.reports:
-                policy.sent(self._rank(fragment, worker, steps_W), sent_CE, came_C1 & bool(takes_W[worker]))
-            sums_CE.add_(sent_CE.masked_fill(~came_C1, 0.0), alpha=float(weight_W[worker]))
+                policy.sent(self._rank(fragment, worker, steps_W), sent_CE, arrived_C1 & bool(takes_W[worker]))
+            sums_CE.add_(sent_CE.masked_fill(~arrived_C1, 0.0), alpha=float(weight_W[worker]))
             if not plain:
                 owned_CE.add_(sent_CE.masked_fill((owner_C != worker).unsqueeze(-1), 0.0))
-        setting.processes.add_up(sums_CE)
+        setting.processes.all_reduce(sums_CE)
         count_C = (up_WC & (weight_W > 0.0).unsqueeze(-1)).sum(0)
         if plain:
             mean_CE = rules.mean_of_arrived(sums_CE, count_C)
         else:
-            setting.processes.add_up(owned_CE)
+            setting.processes.all_reduce(owned_CE)
             mean_CE = rules.weighted_mean(sums_CE, weight_W @ up_WC.float(), owned_CE)
         combined_CE = applied(policy.combine, mean_CE, count_C.unsqueeze(-1), n)
         owner = self._memory(self._owners, fragment)
@@ -224,7 +224,7 @@ class RankRounds:
         fragment: Fragment,
         own_CE: torch.Tensor,
         loss: Any,
-        row: Row,
+        row: LedgerRow,
         worker: int,
         steps_W: torch.Tensor,
     ) -> torch.Tensor:
@@ -235,14 +235,14 @@ class RankRounds:
         return self._setting.rounded(own_CE, step=row.step, sender=worker)
 
     def _count(
-        self, row: Row, up_WC: torch.Tensor, down_WC: torch.Tensor, fragment: Fragment, *, meets: bool = False
+        self, row: LedgerRow, up_WC: torch.Tensor, down_WC: torch.Tensor, fragment: Fragment, *, meets: bool = False
     ) -> None:
         n = self._setting.workers
         # Fractions of what travels: a worker's own chunks do not.
         own_W = torch.zeros(n, dtype=torch.int64) if meets else torch.bincount(fragment.owner_C, minlength=n)
         others_W = (fragment.count - own_W).clamp(min=1)
         row.gradients, row.broadcast = (
-            links_of(range(n), (1.0 - (~mask_WC).sum(1).cpu().double() / others_W).tolist())
+            pack_links(range(n), (1.0 - (~mask_WC).sum(1).cpu().double() / others_W).tolist())
             for mask_WC in (up_WC, down_WC)
         )
         count_C = up_WC.sum(0).double()
@@ -261,16 +261,16 @@ class RankRounds:
             if not round_.takes_W[worker]:
                 continue
             own_CE = all_CE[fragment.chunks]
-            came_C1 = round_.down_WC[worker].unsqueeze(-1)
-            came_CE = round_.results[worker - self.first] if policy.meets_in_pairs else round_.results
+            arrived_C1 = round_.down_WC[worker].unsqueeze(-1)
+            received_CE = round_.results[worker - self.first] if policy.exchanges_in_pairs else round_.results
             if accepts:  # a policy of its own gets a copy, in which what was lost is no number: using it shows at once
-                came_CE = came_CE.masked_fill(~came_C1, torch.nan)
+                received_CE = received_CE.masked_fill(~arrived_C1, torch.nan)
             if keeps:  # what rounding took of this worker's own: a model that loses it each time would never move
-                came_CE = came_CE + (own_CE - own_CE.to(setting.wire))
+                received_CE = received_CE + (own_CE - own_CE.to(setting.wire))
             rank = self._rank(fragment, worker, round_.steps_W)
             rank.arrived = float(round_.down_WC[worker].float().mean())
             accept = with_rank(policy.accept, rank)
-            own_CE.copy_(applied(accept, own_CE, came_CE, came_C1))
+            own_CE.copy_(applied(accept, own_CE, received_CE, arrived_C1))
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stormtorch.policies.rank_policy import RankPolicy
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch_lab.simulation.rank_rounds import RankRounds, Round
 from stormtorch_lab.simulation.setting import MakeOptimizer, Setting
 from stormtorch_lab.simulation.workers import Evaluate, Workers, judge_each
@@ -71,14 +71,14 @@ class Replicated(Workers):
         return found
 
     @torch.no_grad()
-    def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row | None]:
+    def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, LedgerRow | None]:
         """Makes one step of all workers; see `Workers.step`."""
         policy, rounds = self.policy, self._rounds
         losses = self._compute(batches)
         gradients = policy.sends == "gradients"
-        ended: Row | None = None
+        ended: LedgerRow | None = None
         if gradients:
-            ended = Row(number)
+            ended = LedgerRow(number)
             rounds.end(policy, self._grads, rounds.begin(policy, self._grads, ended, number))
         self._clip()
         works_W = self.setting.works_at(number)
@@ -95,12 +95,12 @@ class Replicated(Workers):
             ended.pair_drift = self._sampled_drift()
         return losses, ended
 
-    def _exchange(self, number: int) -> Row | None:
+    def _exchange(self, number: int) -> LedgerRow | None:
         """Ends an exchange that is due, and begins the next. Returns the row of one that has ended."""
         policy, rounds = self.policy, self._rounds
-        ended: Row | None = None
+        ended: LedgerRow | None = None
         if self._under_way is None and self._steps >= policy.begins_at(rounds.number):
-            self._under_way = rounds.begin(policy, self._models, Row(number), self._steps + policy.delay)
+            self._under_way = rounds.begin(policy, self._models, LedgerRow(number), self._steps + policy.delay)
         if self._under_way is not None and self._steps >= self._under_way.ends:
             rounds.end(policy, self._models, self._under_way)
             ended, self._under_way = self._under_way.row, None
@@ -118,13 +118,13 @@ class Replicated(Workers):
             self._grads[here].copy_(self._gradients.grads[: last - first])
             used_WP[here] = self._gradients.used[: last - first]
         self._show_gradients(used_WP)
-        return self.setting.processes.add_up(torch.cat(losses).sum()) / self.setting.workers
+        return self.setting.processes.all_reduce(torch.cat(losses).sum()) / self.setting.workers
 
     def _show_gradients(self, used_WP: torch.Tensor) -> None:
         """Removes the gradients of parameters that a worker has not used, so that its optimizer leaves them alone."""
-        for worker, place in (used_WP != self._used_WP).nonzero().tolist():
-            grad = self.setting.chunks.views(self._grads[worker])[place]
-            self._own[worker][place].grad = grad if used_WP[worker, place] else None
+        for worker, index in (used_WP != self._used_WP).nonzero().tolist():
+            grad = self.setting.chunks.views(self._grads[worker])[index]
+            self._own[worker][index].grad = grad if used_WP[worker, index] else None
         self._used_WP = used_WP
 
     def _clip(self) -> None:
@@ -152,7 +152,7 @@ class Replicated(Workers):
         self._gradients.average_buffers_into(self.model, setting.processes)
         common = self.policy.sends == "parameters"
         if common:
-            self._give(setting.processes.add_up(self._models.sum(0)) / setting.workers)
+            self._load_parameters(setting.processes.all_reduce(self._models.sum(0)) / setting.workers)
         if common and not setting.personal:
             return evaluate(self.model)
         # The same few models, however many processes there are.
@@ -161,13 +161,13 @@ class Replicated(Workers):
 
     def _judge_own(self, worker: int, evaluate: Evaluate) -> tuple[float, float]:
         if self.policy.sends != "parameters":
-            self._give(self._models[worker - self.first])
+            self._load_parameters(self._models[worker - self.first])
         if not self.setting.personal:
             return evaluate(self.model)
         self._gradients.give_personal_to(self.model, worker - self.first)
         return evaluate(self.model, worker)
 
-    def _give(self, values_CE: torch.Tensor) -> None:
+    def _load_parameters(self, values_CE: torch.Tensor) -> None:
         for parameter, values in zip(self._trained, self.setting.chunks.views(values_CE), strict=True):
             parameter.data.copy_(values)
 
@@ -177,9 +177,9 @@ class Replicated(Workers):
         n, processes = self.setting.workers, self.setting.processes
         if n < 2:
             return 0.0
-        mean_CE = processes.add_up(self._models.sum(0)) / n
+        mean_CE = processes.all_reduce(self._models.sum(0)) / n
         square = sum(float((own - mean_CE).double().square().sum()) for own in self._models)
-        total = processes.add_up(torch.tensor(square, dtype=torch.float64))
+        total = processes.all_reduce(torch.tensor(square, dtype=torch.float64))
         return 2 * float(total) / (n - 1) / self.setting.elements
 
     @property

@@ -22,11 +22,11 @@ from stormtorch.policies import BoundedDrift
 from stormtorch.policies.personal_parts import check_parts, names_of
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch_lab.simulation.checkpoints import Checkpoint, digest
 from stormtorch_lab.simulation.fit import fitting
 from stormtorch_lab.simulation.gradients import How, Loss, trained
-from stormtorch_lab.simulation.outcome import Simulated, Spot
+from stormtorch_lab.simulation.outcome import ProgressPoint, Simulated
 from stormtorch_lab.simulation.parameters.chunks import Chunks
 from stormtorch_lab.simulation.processes import Processes
 from stormtorch_lab.simulation.replicated import Replicated
@@ -35,7 +35,7 @@ from stormtorch_lab.simulation.setting import MakeOptimizer, Reuse, Setting, Wor
 from stormtorch_lab.simulation.sharded import Sharded
 from stormtorch_lab.simulation.workers import Evaluate, Workers
 
-__all__ = ["DATAGRAM_BYTES", "Batches", "Evaluate", "Simulated", "Spot", "simulate"]
+__all__ = ["DATAGRAM_BYTES", "Batches", "Evaluate", "ProgressPoint", "Simulated", "simulate"]
 
 P = ParamSpec("P")
 
@@ -94,7 +94,7 @@ def simulate(
     deterministic: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every_s: float = 60.0,
-    advance: Callable[[Spot], None] | None = None,
+    advance: Callable[[ProgressPoint], None] | None = None,
     reuse: Reuse | None = None,
 ) -> Simulated:
     """Trains a model on virtual workers, each with a replica of its own, over a network that drops packets.
@@ -215,7 +215,7 @@ def simulate(
                     group["lr"] = rate(step)
         if policy_at is not None:
             training.policy = _next_policy(first_policy, policy_at(step))
-        row: Row | None
+        row: LedgerRow | None
         mean_loss, row = training.step(step, functools.partial(batches, step))
         found.curve.append((step + 1, float(mean_loss)))
         if row is not None:
@@ -234,7 +234,7 @@ def simulate(
         for step in range(steps):
             one_step(step)
             if advance is not None:
-                advance(Spot(step + 1, found.curve[-1][1]))
+                advance(ProgressPoint(step + 1, found.curve[-1][1]))
     else:
         identity = _identity(workers, steps, network, first_policy, seed, setting)
         with Checkpoint(Path(checkpoint), checkpoint_every_s, identity, processes) as kept:
@@ -242,7 +242,7 @@ def simulate(
                 one_step(step)
                 try:
                     if advance is not None:
-                        advance(Spot(step + 1, found.curve[-1][1]))
+                        advance(ProgressPoint(step + 1, found.curve[-1][1]))
                 except KeyboardInterrupt:
                     kept.interrupt()
                 kept.tick(training, found, last=step + 1 == steps)

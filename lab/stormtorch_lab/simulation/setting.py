@@ -126,6 +126,6 @@ class Setting:
             values.copy_(values.to(self.wire))
 
     @property
-    def narrower(self) -> float:
+    def compression_ratio(self) -> float:
         """Bytes of float32 over those of the wire, for as many elements."""
         return self.chunks.per_chunk / self.float32_per_chunk

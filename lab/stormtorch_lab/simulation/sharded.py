@@ -11,10 +11,10 @@ from torch import nn
 from stormtorch.checks import BadSetting
 from stormtorch.network.loss import SlowBackward
 from stormtorch.policies import rules
-from stormtorch.policies.convergence_guard import Guard, LossMeter
-from stormtorch.policies.memory import Store
+from stormtorch.policies.convergence_guard import ConvergenceGuard, LossMeter
+from stormtorch.policies.memory import MemoryStore
 from stormtorch.policies.policy import OwnerPolicy, applied, overrides, takes
-from stormtorch.telemetry.ledger import Row, links_of
+from stormtorch.telemetry.ledger import LedgerRow, pack_links
 from stormtorch_lab.simulation.exchanges import Exchanges
 from stormtorch_lab.simulation.links import LinkLosses
 from stormtorch_lab.simulation.parameters.replicas import MOST_VERSIONS, Copies, Replicas
@@ -57,7 +57,7 @@ class Sharded(Workers):
         self._personal.make_optimizers(optimizer)
         self.optimizers += self._personal.optimizers
         self._grads = chunks.empty(device=device)
-        self._memory = Store(self._grads.numel(), device)
+        self._memory = MemoryStore(self._grads.numel(), device)
         """Memory of the owners, for the policy's `combine`."""
         self._used_P = torch.zeros(len(self._trained), dtype=torch.bool)
         self._exchanges = Exchanges(setting, policy)
@@ -70,7 +70,7 @@ class Sharded(Workers):
         self._others_W = [len(chunks.owner_C) - int(owned) for owned in self._chunks_of_W]
         self._losses = [LossMeter(0.0) for _ in range(n)]
         self._link_losses = LinkLosses(n if policy.weighs else 0, device)
-        self._guards = [Guard(policy.guard, policy.max_lag) for _ in range(n)]
+        self._guards = [ConvergenceGuard(policy.guard, policy.max_lag) for _ in range(n)]
         self._guarded = False
         self._tried: torch.Tensor | None = None
         self._oldest = 0
@@ -87,9 +87,9 @@ class Sharded(Workers):
             parameter.grad = grad if used else None
 
     @torch.no_grad()
-    def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row]:
+    def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, LedgerRow]:
         """Makes one step of all workers; see `Workers.step`."""
-        row = Row(number)
+        row = LedgerRow(number)
         losses = self._stage_one(batches, row)
         chunk_S, element_S = self._choose()
         before_S = self._replicas.owned[chunk_S, element_S]
@@ -100,7 +100,7 @@ class Sharded(Workers):
 
     # --- stage 1 ------------------------------------------------------------------------------------------------------
 
-    def _stage_one(self, batches: Callable[[int, int], Any], row: Row) -> torch.Tensor:
+    def _stage_one(self, batches: Callable[[int, int], Any], row: LedgerRow) -> torch.Tensor:
         setting, policy, n = self.setting, self.policy, self.setting.workers
         changed_W = self._exchanges.changed(policy, up=True)
         if changed_W is not None and policy.weighs:
@@ -124,8 +124,8 @@ class Sharded(Workers):
             # Filled, not multiplied by zero: a gradient that is lost does no harm even if it is infinite.
             grads_WCE.masked_fill_(lost_WC[first:last].unsqueeze(-1), 0.0)
             self._grads.add_(grads_WCE.sum(0))
-        setting.processes.add_up(self._grads)
-        self._used_P = setting.processes.add_up(self._used_P.float()) > 0
+        setting.processes.all_reduce(self._grads)
+        self._used_P = setting.processes.all_reduce(self._used_P.float()) > 0
         count_C = arrived_WC.sum(0)
         owner = [self._memory.chunks(0, *self._grads.shape)] if takes(policy.combine, "owner") else []
         mean_CE = rules.mean_of_arrived(self._grads, count_C)
@@ -137,30 +137,30 @@ class Sharded(Workers):
             norm = torch.linalg.vector_norm(self._grads)
             self._grads.mul_((setting.clip / (norm + 1e-6)).clamp(max=1.0))
         self._personal.step(torch.ones(self.last - self.first), setting.clip)
-        return setting.processes.add_up(torch.cat(losses).sum()) / n
+        return setting.processes.all_reduce(torch.cat(losses).sum()) / n
 
     # --- the step, and stage 2 ----------------------------------------------------------------------------------------
 
-    def _stage_two(self, row: Row) -> None:
+    def _stage_two(self, row: LedgerRow) -> None:
         policy, replicas = self.policy, self._replicas
-        if replicas.make_room(self._oldest):
+        if replicas.reserve_versions(self._oldest):
             self._bind()
         self._show_gradients()
         exact = self._guarded or policy.down.exact
         for meter, (factor, most) in zip(self._losses, self._exchanges.changed(policy, up=False) or (), strict=False):
             meter.translate(factor, most)
         leads = [0.0 if exact else policy.ahead(each.value) for each in self._losses]
-        room = replicas.next_room()
-        room.copy_(replicas.owned)
+        next_version_CE = replicas.next_version()
+        next_version_CE.copy_(replicas.owned)
         self.optimizers[0].step()
         if any(leads) or overrides(policy, "publish"):
-            lead_C = torch.tensor(leads, device=room.device)[self._owner_C]
-            published_CE = applied(policy.publish, room, replicas.owned, lead_C.unsqueeze(-1))
-            if published_CE is not room:
-                room.copy_(published_CE)
+            lead_C = torch.tensor(leads, device=next_version_CE.device)[self._owner_C]
+            published_CE = applied(policy.publish, next_version_CE, replicas.owned, lead_C.unsqueeze(-1))
+            if published_CE is not next_version_CE:
+                next_version_CE.copy_(published_CE)
         else:
-            room.copy_(replicas.owned)
-        self.setting.round_(room, step=row.step, sender=self.setting.workers)
+            next_version_CE.copy_(replicas.owned)
+        self.setting.round_(next_version_CE, step=row.step, sender=self.setting.workers)
         arrived_WC = self._exchanges.draw(policy, row, up=False, exact=self._guarded)
         self._tried = None
         if self._guarded:
@@ -173,7 +173,7 @@ class Sharded(Workers):
         if self._oldest >= most:
             # Fetched even if the broadcast arrives: workers ask before they know what arrives.
             overdue_WC = rules.overdue(replicas.ages, most)
-            row.fetched = int(self.setting.processes.add_up(overdue_WC.sum()))
+            row.fetched = int(self.setting.processes.all_reduce(overdue_WC.sum()))
             own_WC = own_WC | overdue_WC
         replicas.broadcast(own_WC)
         row.lead = sum(leads[owner] for owner in self._owners) / len(self._owners)
@@ -186,16 +186,16 @@ class Sharded(Workers):
         chunk_S, element_S = self.setting.chunks.choose(self.policy.drift_samples, self._samples)
         return chunk_S.to(self._owner_C.device), element_S.to(self._owner_C.device)
 
-    def _measure(self, row: Row, chunk_S: torch.Tensor, element_S: torch.Tensor, before_S: torch.Tensor) -> None:
+    def _measure(self, row: LedgerRow, chunk_S: torch.Tensor, element_S: torch.Tensor, before_S: torch.Tensor) -> None:
         n, processes, replicas = self.setting.workers, self.setting.processes, self._replicas
         others_W = (len(self._owner_C) - self._chunks_of_W).clamp(min=1)
         down_WC, up_WC = self._arrived_down, self._arrived_up
-        values_WS, own_WS = replicas.look(chunk_S, element_S)
+        values_WS, own_WS = replicas.sample(chunk_S, element_S)
         owned_S = replicas.owned[chunk_S, element_S]
         away_WS = (values_WS - owned_S).masked_fill_(own_WS, 0.0).double()
-        sums = processes.add_up(torch.stack([away_WS.sum(0), away_WS.square().sum(0)]))
+        sums = processes.all_reduce(torch.stack([away_WS.sum(0), away_WS.square().sum(0)]))
         lags = torch.bincount(replicas.ages[~replicas.own].flatten(), minlength=replicas.versions).double()
-        processes.add_up(lags)
+        processes.all_reduce(lags)
         oldest_W = processes.everyone(replicas.ages.amax(1).double(), n)
         # Everything in one copy from the device.
         parts = [
@@ -234,7 +234,7 @@ class Sharded(Workers):
         return lost_N / (self._chunks_of_W.clamp(min=1) * max(n - 1, 1))
 
     def _learn(
-        self, row: Row, of_owner: list[float], watched: list[float], sent_up: list[float], oldest: list[float]
+        self, row: LedgerRow, of_owner: list[float], watched: list[float], sent_up: list[float], oldest: list[float]
     ) -> None:
         sent_W, others_W = self._sent_W, self._others_W
         if self._guarded:
@@ -243,8 +243,8 @@ class Sharded(Workers):
             for meter, lost, sent in zip(self._losses, of_owner, sent_W, strict=True):
                 meter.add(lost * sent, sent)
         row.loss = sum(self._losses[owner].value for owner in self._owners) / len(self._owners)
-        row.gradients = links_of(range(len(sent_up)), [1.0 - lost for lost in sent_up])
-        row.broadcast = links_of(self._owners, [1.0 - of_owner[owner] for owner in self._owners])
+        row.gradients = pack_links(range(len(sent_up)), [1.0 - lost for lost in sent_up])
+        row.broadcast = pack_links(self._owners, [1.0 - of_owner[owner] for owner in self._owners])
         self._oldest = int(max(oldest))
         seen_W = sent_W if self._guarded else others_W
         for guard, lost, seen, age in zip(self._guards, watched, seen_W, oldest, strict=True):
@@ -258,9 +258,9 @@ class Sharded(Workers):
         """Counts what a broadcast that the guard had repaired would have lost, as real ranks do."""
         lossy = self.policy.up.budget == 1.0
         most = self.policy.down.budget
-        for place, meter in enumerate(self._losses):
-            lost = sent_up[place] if lossy else watched[place]
-            sent = self._others_W[place] if lossy else self._sent_W[place]
+        for owner_index, meter in enumerate(self._losses):
+            lost = sent_up[owner_index] if lossy else watched[owner_index]
+            sent = self._others_W[owner_index] if lossy else self._sent_W[owner_index]
             meter.add(min(lost, most) * sent, sent)
 
     # --- for the run --------------------------------------------------------------------------------------------------
@@ -290,8 +290,8 @@ class Sharded(Workers):
             total += away.sum(0)
             square += away.double().square().sum() if away.device.type == "cpu" else away.square().sum().double()
         processes = self.setting.processes
-        processes.add_up(total)
-        processes.add_up(square)
+        processes.all_reduce(total)
+        processes.all_reduce(square)
         spread = float(square) - float((total / n).double().square().sum()) * n
         return max(2 * spread / (n - 1) / self.setting.elements, 0.0) if n > 1 else 0.0
 

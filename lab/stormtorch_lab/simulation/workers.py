@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch_lab.simulation.setting import Setting
 
 Evaluate = Callable[..., tuple[float, float]]
@@ -27,7 +27,7 @@ class Workers(ABC):
     """One optimizer for all owners together, or one for each worker; then those of personal parts."""
 
     @abstractmethod
-    def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, Row | None]:
+    def step(self, number: int, batches: Callable[[int, int], Any]) -> tuple[torch.Tensor, LedgerRow | None]:
         """Makes one step of all workers. Returns their mean loss, and a row if anything was exchanged.
 
         Args:
@@ -65,5 +65,5 @@ def judge_each(
     sums = torch.zeros(2, dtype=torch.float64)
     for worker in range(first, min(last, workers)):
         sums += torch.tensor(judge(worker, evaluate), dtype=torch.float64)
-    loss, right = (setting.processes.add_up(sums) / workers).tolist()
+    loss, right = (setting.processes.all_reduce(sums) / workers).tolist()
     return loss, right

@@ -35,10 +35,12 @@ class Finished:
         BadSetting: The folder is of other settings, or cannot be read.
     """
 
-    def __init__(self, folder: Path | None, ledger: Path | None, together: Processes, asked: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path | None, ledger: Path | None, together: Processes, requested: dict[str, Any]
+    ) -> None:
         self._folder, self._ledger, self._together = folder, ledger, together
         self._first = together.rank == 0
-        problem = together.from_first(None if folder is None or not self._first else _compare(folder, asked))
+        problem = together.broadcast_first(None if folder is None or not self._first else _compare(folder, requested))
         if problem is not None:
             raise BadSetting("checkpoint", problem)
         # Only now: a user who named the wrong folder keeps the earlier file.
@@ -61,7 +63,7 @@ class Finished:
                     self._write(found, kept["ledger"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 problem = f"holds {path.name}, which cannot be read: {error}"
-        found, problem = self._together.from_first((found, problem))
+        found, problem = self._together.broadcast_first((found, problem))
         if problem is not None:
             raise BadSetting("checkpoint", problem)
         return found
@@ -95,9 +97,9 @@ class Finished:
                 )
 
 
-def _compare(folder: Path, asked: dict[str, Any]) -> str | None:
+def _compare(folder: Path, requested: dict[str, Any]) -> str | None:
     """Says what is wrong with a folder, if anything; a new one gets these settings."""
-    plain = json.loads(json.dumps({name: value for name, value in asked.items() if name not in _FREE}))
+    plain = json.loads(json.dumps({name: value for name, value in requested.items() if name not in _FREE}))
     path = folder / "settings.json"
     try:
         if not path.exists():

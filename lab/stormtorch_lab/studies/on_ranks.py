@@ -20,9 +20,9 @@ from stormtorch.runtime.memory.gradient_norms import clip_grad_norm_
 from stormtorch.runtime.prepare import exact, prepare
 from stormtorch.telemetry.progress import Advance, ignore_progress
 from stormtorch.telemetry.statistics import mean, median
-from stormtorch_lab.jobs.control import Contender, Cue, Stage
+from stormtorch_lab.jobs.control import Contender, LabRequest, Stage
 from stormtorch_lab.jobs.counters import Counters
-from stormtorch_lab.jobs.launch import open_lab, run_here, run_in_lab
+from stormtorch_lab.jobs.launch import open_lab, run_in_lab, run_local
 from stormtorch_lab.jobs.ranks import Member
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.studies.results import TrainReport, TrainResult, exp_of
@@ -66,11 +66,11 @@ def run_training(settings: TrainSettings, advance: Advance = ignore_progress) ->
     """
     task = settings.open_task()
     params = sum(parameter.numel() for parameter in task.model(0).parameters())
-    asked = settings.to_json() | {"data": task.to_json()["data"], "params": params}
+    requested = settings.to_json() | {"data": task.to_json()["data"], "params": params}
     conditions = surroundings()
     world, patience_s = settings.ranks, settings.timeout_s
     if settings.network is None:
-        ranks, where = run_here(train_on_rank, world, (settings,), timeout_s=patience_s, advance=advance)
+        ranks, where = run_local(train_on_rank, world, (settings,), timeout_s=patience_s, advance=advance)
     else:
         with open_lab(world, settings.network, ()) as lab:
             ranks, where = run_in_lab(
@@ -82,7 +82,7 @@ def run_training(settings: TrainSettings, advance: Advance = ignore_progress) ->
         "kernel_drops": counters.kernel_drops,
     } | where
     results = [result_of(list(trainings), language=task.language) for trainings in zip(*ranks, strict=True)]
-    return TrainReport(settings, asked, measured, conditions, results)
+    return TrainReport(settings, requested, measured, conditions, results)
 
 
 def result_of(trainings: Sequence[RankTraining], *, language: bool) -> TrainResult:
@@ -125,8 +125,8 @@ def train_on_rank(member: Member, settings: TrainSettings) -> list[RankTraining]
                 prefix=f"stormtorch/training/{number}",
             )
             if number == 0:
-                stage.cue(Cue.LOSE)
-                stage.cue(Cue.COUNT)
+                stage.cue(LabRequest.LOSE)
+                stage.cue(LabRequest.COUNT)
             in_lab = settings.network is not None
             loss = contextlib.nullcontext() if in_lab else faults(loss=settings.loss, burst=settings.burst, seed=seed)
             with loss:
@@ -136,7 +136,7 @@ def train_on_rank(member: Member, settings: TrainSettings) -> list[RankTraining]
                 stage.barrier()  # a rank that is done first must not spare the others a part of the loss
             found.append(training)
             transport.close()
-        stage.cue(Cue.READ)
+        stage.cue(LabRequest.READ)
     return found
 
 
@@ -162,7 +162,7 @@ def _train(
         training.times_s.append(time.perf_counter() - begin)
         done.count(step + 1)
         if rank == 0:
-            stage.member.tell(f"{training.policy}, seed {training.seed}: loss {training.losses[-1]:.2f}")
+            stage.member.report(f"{training.policy}, seed {training.seed}: loss {training.losses[-1]:.2f}")
         if done.all:
             # Before anything makes the replicas equal again, but after the last parameters: forward waits for them.
             with torch.no_grad():

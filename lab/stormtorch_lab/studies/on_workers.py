@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from stormtorch.checks import BadSetting
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch.telemetry.progress import Advance, ignore_progress
 from stormtorch.telemetry.statistics import mean, median
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.simulation.checkpoints import digest
 from stormtorch_lab.simulation.processes import Processes
-from stormtorch_lab.simulation.run import Simulated, Spot, simulate
+from stormtorch_lab.simulation.run import ProgressPoint, Simulated, simulate
 from stormtorch_lab.simulation.setting import MakeOptimizer, Reuse
 from stormtorch_lab.studies.finished import Finished
 from stormtorch_lab.studies.results import SimReport, SimResult, exp_of, lost_on_average
@@ -71,31 +71,31 @@ def run_simulations(
     if settings.workers < together.world:
         raise BadSetting("workers", f"must be at least the {together.world} processes, got {settings.workers}")
     params = sum(parameter.numel() for parameter in task.model(0).parameters())
-    asked = settings.to_json() | {"data": task.to_json(), "params": params}
+    requested = settings.to_json() | {"data": task.to_json(), "params": params}
     conditions = surroundings()
     if settings.device.startswith("cuda"):
         conditions["machine"]["gpu"] = torch.cuda.get_device_name(settings.device)
-    finished = Finished(checkpoints, ledger, together, asked | {"network_digest": digest(settings.loss_model())})
+    finished = Finished(checkpoints, ledger, together, requested | {"network_digest": digest(settings.loss_model())})
     results = []
     reuse = Reuse()
     for number, (seed, label) in enumerate(settings.trainings):
 
-        def tell(spot: Spot, number: int = number, label: str = label, seed: int = seed) -> None:
+        def on_progress(spot: ProgressPoint, number: int = number, label: str = label, seed: int = seed) -> None:
             advance(f"{label}, seed {seed}: loss {spot.loss:.2f}", number * settings.steps + spot.step)
 
         key = f"{settings.key_of(label)}-{seed}"
         result = finished.find(key)
         if result is None:
-            place = None if checkpoints is None else checkpoints / f"{key}.pt"
+            checkpoint_path = None if checkpoints is None else checkpoints / f"{key}.pt"
             try:
                 with _threads(settings, task, params):
-                    done = _simulate(settings, task, label, seed, tell, place, reuse)
+                    done = _simulate(settings, task, label, seed, on_progress, checkpoint_path, reuse)
             except ValueError as error:
                 raise named(error) from error
             result = result_of(done, policy=label, seed=seed, workers=settings.workers, language=task.language)
             finished.keep(key, result, done.ledger)
         results.append(result)
-    return SimReport(settings, asked, {"loss": lost_on_average(results)}, conditions, results)
+    return SimReport(settings, requested, {"loss": lost_on_average(results)}, conditions, results)
 
 
 def result_of(done: Simulated, *, policy: str, seed: int, workers: int, language: bool) -> SimResult:
@@ -136,7 +136,7 @@ def result_of(done: Simulated, *, policy: str, seed: int, workers: int, language
     )
 
 
-def _drifts(row: Row) -> tuple[int, float | None, float | None, float | None]:
+def _drifts(row: LedgerRow) -> tuple[int, float | None, float | None, float | None]:
     return row.step + 1, row.pair_drift, row.owner_drift, row.update_variance
 
 
@@ -159,7 +159,7 @@ def simulate_one(
     task: Task,
     policy: str,
     seed: int,
-    advance: Callable[[Spot], None] | None = None,
+    advance: Callable[[ProgressPoint], None] | None = None,
     checkpoint: Path | None = None,
     reuse: Reuse | None = None,
 ) -> SimResult:
@@ -173,7 +173,7 @@ def _simulate(
     task: Task,
     policy: str,
     seed: int,
-    advance: Callable[[Spot], None] | None,
+    advance: Callable[[ProgressPoint], None] | None,
     checkpoint: Path | None,
     reuse: Reuse | None,
 ) -> Simulated:

@@ -95,7 +95,7 @@ class StudyReport(Generic[SettingsT, ResultT]):
     """Results of a study, and the conditions under which they came out."""
 
     settings: SettingsT
-    asked: dict[str, Any]
+    requested: dict[str, Any]
     """Settings as plain data, with the data and the size of the model."""
     measured: dict[str, Any]
     """Loss and drops that the network showed."""
@@ -124,7 +124,7 @@ class StudyReport(Generic[SettingsT, ResultT]):
         """Plain data."""
         found: dict[str, Any] = without_nan(
             {
-                "settings": self.asked,
+                "settings": self.requested,
                 "measured": self.measured,
                 "conditions": self.conditions,
                 "results": [asdict(result) for result in self.results],

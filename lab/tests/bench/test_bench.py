@@ -15,7 +15,7 @@ from stormtorch.checks import BadSetting
 from stormtorch.cli.plots import check_plot
 from stormtorch.telemetry.json_files import write_json
 from stormtorch.telemetry.statistics import median, percentile
-from stormtorch.telemetry.text import crowding_text, loss_text, share_text, size_text, time_text
+from stormtorch.telemetry.text import loss_text, oversubscription_text, share_text, size_text, time_text
 from stormtorch_lab.bench.allreduce import AllReduceSettings, run_allreduce
 from stormtorch_lab.bench.backends import BACKENDS, Copies
 from stormtorch_lab.bench.latency import SIZES_BYTES, LatencySettings, run_latency
@@ -30,7 +30,7 @@ from stormtorch_lab.jobs.ranks import Member, run_ranks
 
 def greet(member: Member, greeting: str) -> tuple[str, int]:
     member.store.set(f"greeting/{member.rank}", greeting + str(member.rank))
-    member.tell(f"hello from {member.rank}")
+    member.report(f"hello from {member.rank}")
     other = member.store.get(f"greeting/{(member.rank + 1) % member.world}")
     return other.decode(), torch.get_num_threads()
 
@@ -56,12 +56,15 @@ def sleep_on_one(member: Member) -> None:
 
 def test_ranks_share_a_store_and_return_in_order() -> None:
     heard: list[tuple[int, object]] = []
-    results = run_ranks(greet, 2, ("good day ",), timeout_s=60, listen=lambda rank, what: heard.append((rank, what)))
+    results = run_ranks(
+        greet, 2, ("good day ",), timeout_s=60, on_message=lambda rank, what: heard.append((rank, what))
+    )
     assert results == [("good day 1", 1), ("good day 0", 1)]
     assert sorted(heard, key=str) == [(0, "hello from 0"), (1, "hello from 1")]
     assert ranks_left() == []
 
 
+@pytest.mark.thorough
 def test_a_rank_that_raises_is_named_and_takes_the_others_with_it() -> None:
     with pytest.raises(RankFailed, match=r"^rank 1: ValueError: the cat sat on the switch$") as caught:
         run_ranks(fail_on_one, 2, timeout_s=60)
@@ -154,6 +157,7 @@ def test_the_table_says_that_gloo_felt_no_loss(report: AllReduceReport) -> None:
     assert "gloo ran without loss" in str(table.caption)
 
 
+@pytest.mark.thorough
 def test_a_plot_is_drawn_where_matplotlib_is_there(
     report: AllReduceReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +172,7 @@ def test_a_plot_is_drawn_where_matplotlib_is_there(
         check_plot(tmp_path / "out.png")
 
 
+@pytest.mark.thorough
 def test_latency_covers_all_sizes_an_empty_exchange_and_idling(tmp_path: Path) -> None:
     report = run_latency(LatencySettings(ranks=2, iters=5, warmup=2, idle_s=0.3, timeout_s=100))
     assert [(each.bytes, each.backend) for each in report.results] == [(s, b) for s in SIZES_BYTES for b in BACKENDS]
@@ -270,8 +275,8 @@ def test_numbers_are_shown_with_three_digits_and_a_unit() -> None:
     ]
     assert [size_text(b) for b in (12, 4000, 25_000_000)] == ["12 B", "4 KB", "25 MB"]
     assert [loss_text(f) for f in (0.0, 0.0012, 0.1)] == ["0.0 %", "0.12 %", "10.0 %"]
-    assert crowding_text(2, 2) == ""
-    assert "4 ranks share 2 cores" in crowding_text(4, 2)
+    assert oversubscription_text(2, 2) == ""
+    assert "4 ranks share 2 cores" in oversubscription_text(4, 2)
     assert [share_text(f) for f in (1.0, 0.999999, 0.9)] == ["100 %", "99.99 %", "90.00 %"]
 
 

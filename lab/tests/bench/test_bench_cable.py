@@ -41,12 +41,14 @@ def test_a_cable_joins_two_hosts() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_cable_with_a_rate_is_refused_on_the_command_line() -> None:
     code, text = call("bench", "allreduce", "--cable", "9000", "--rate", "1gbit")
     assert code == 2
     assert "rate" in text and "needs a switch, and a cable has none" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_the_all_reduce_by_cable_fills_datagrams_of_its_mtu_and_tells_the_rate() -> None:
     lab_or_skip()
@@ -71,6 +73,7 @@ def test_the_all_reduce_by_cable_fills_datagrams_of_its_mtu_and_tells_the_rate()
     assert ranks_left() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_a_lab_stays_on_its_cable() -> None:
     lab_or_skip()

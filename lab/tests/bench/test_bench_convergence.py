@@ -73,6 +73,7 @@ def curve(name: str, losses: list[float], *, gave_up: bool = False) -> Curve:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 def test_the_picture_shows_who_never_made_a_step_as_a_line_through_the_time_that_it_was_given(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -145,6 +146,7 @@ def test_in_a_lab_a_backend_that_stands_still_is_given_up_and_the_next_one_learn
     assert "given up" in text_of(convergence_table(report))
 
 
+@pytest.mark.thorough
 def test_policies_race_by_name_to_a_loss_that_is_given() -> None:
     policy = PolicySettings(every=5, more=(("momentum", "0.5"),), given=frozenset({"every"}))
     settings = replace(SMALL, backends=("storm-drift", "diloco", "gossip"), policy=policy, target=5.0, faults=0.05)

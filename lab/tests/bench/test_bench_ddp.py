@@ -46,6 +46,7 @@ def report() -> DdpReport:
     return report
 
 
+@pytest.mark.thorough
 def test_the_report_holds_conditions_and_one_result_per_backend(report: DdpReport, tmp_path: Path) -> None:
     report.write(tmp_path / "ddp.json")
     data = json.loads((tmp_path / "ddp.json").read_text())
@@ -93,11 +94,11 @@ def test_the_table_and_the_plot_show_every_backend(report: DdpReport, tmp_path: 
 
 
 def test_a_gloo_that_was_given_up_leaves_bounds(report: DdpReport) -> None:
-    def given_up(result: StepResult) -> StepResult:
+    def timed_out(result: StepResult) -> StepResult:
         gloo = {"gave_up": True, "rounds": 1} if result.backend == "gloo" else {}
         return replace(result, gloo_gave_up=True, over_gloo=0.25, speedup=4.0, **gloo)  # type: ignore[arg-type]
 
-    text = text_of(ddp_table(replace(report, results=[given_up(result) for result in report.results])))
+    text = text_of(ddp_table(replace(report, results=[timed_out(result) for result in report.results])))
     assert "<0.25" in text
     assert ">4.00" in text
 

@@ -36,7 +36,7 @@ def layout(member: Member) -> tuple[object, float]:
         pending.wait()
         assert isinstance(pending, Pipeline)
         assert torch.equal(tensor, tensor[:1].expand_as(tensor))
-        return group.islands and group.islands.machines, float(tensor[0])
+        return group.node_layout and group.node_layout.machines, float(tensor[0])
 
 
 @pytest.mark.lab

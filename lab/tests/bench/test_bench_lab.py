@@ -168,7 +168,7 @@ def test_connections_can_be_found_changed_and_cut() -> None:
         for stream in found:
             stream.choose("reno")  # the one that every kernel has
             assert stream.congestion_control() == "reno"
-            stream.cut()
+            stream.abort()
         assert client.recv(1) == b""
         client.close()
         far_end.close()
@@ -198,6 +198,7 @@ def report() -> AllReduceReport:
     return report
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_loss_in_a_lab_is_measured_and_meets_all_backends(report: AllReduceReport) -> None:
     conditions = report.to_json()["conditions"]
@@ -220,6 +221,7 @@ def test_loss_in_a_lab_is_measured_and_meets_all_backends(report: AllReduceRepor
         assert each.median_s > 0.07
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_the_table_and_the_plot_of_a_lab_name_its_conditions(report: AllReduceReport, tmp_path: Path) -> None:
     text = text_of(allreduce_table(report))
@@ -257,6 +259,7 @@ def test_a_backend_that_is_too_slow_is_given_up_and_the_others_go_on() -> None:
     assert slow.worst_s == pytest.approx(2.0, abs=0.5)
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_ranks_on_hosts_share_a_store_and_know_their_interfaces() -> None:
     lab_or_skip()
@@ -284,7 +287,7 @@ def test_ranks_on_hosts_end_with_the_one_that_fails() -> None:
 
 def interfaces(member: Member) -> tuple[str, str]:
     assert {member.interface, member.control_interface} < {name for _, name in socket.if_nameindex()}
-    assert member.ask("what for?") is None
+    assert member.request("what for?") is None
     return member.interface, member.control_interface
 
 
@@ -344,10 +347,10 @@ def test_ctrl_c_keeps_the_points_that_were_measured(tmp_path: Path) -> None:
         text=True,
         start_new_session=True,
     )
-    give_up_at = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while not out.exists():
         assert process.poll() is None
-        assert time.monotonic() < give_up_at
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
     shown, errors = process.communicate(timeout=30)

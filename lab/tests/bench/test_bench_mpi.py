@@ -41,7 +41,7 @@ def mpi_ranks() -> list[str]:
 
 
 def name_itself(member: Member, greeting: str) -> str:
-    member.tell(member.rank)
+    member.report(member.rank)
     return f"{greeting} {member.rank} of {member.world}"
 
 
@@ -114,7 +114,9 @@ def test_mpi_takes_turns_with_the_others() -> None:
 def test_a_rank_under_mpirun_that_fails_or_dies_is_named_and_takes_the_others_with_it() -> None:
     mpi_or_skip()
     heard: list[object] = []
-    results = run_ranks_by_mpi(name_itself, 2, ("rank",), timeout_s=60, listen=lambda _rank, what: heard.append(what))
+    results = run_ranks_by_mpi(
+        name_itself, 2, ("rank",), timeout_s=60, on_message=lambda _rank, what: heard.append(what)
+    )
     assert (results, sorted(heard, key=str)) == (["rank 0 of 2", "rank 1 of 2"], [0, 1])
     with pytest.raises(RankFailed, match=r"^rank 1: ValueError: the cat sat on the switch$"):
         run_ranks_by_mpi(fail_on_one, 2, timeout_s=60)
@@ -128,13 +130,13 @@ def test_ranks_under_mpirun_end_with_a_benchmark_that_is_killed() -> None:
     mpi_or_skip()
     words = [sys.executable, "-m", "stormtorch.cli", "bench", "allreduce", "--backends", "mpi", "--iters", "100000"]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    give_up_at = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while len(mpi_ranks()) < 3:  # mpirun names the module, too
-        assert process.poll() is None and time.monotonic() < give_up_at
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     time.sleep(2)
     process.kill()
     process.wait()
     while mpi_ranks():
-        assert time.monotonic() < give_up_at
+        assert time.monotonic() < deadline
         time.sleep(0.1)

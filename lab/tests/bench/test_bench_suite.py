@@ -22,6 +22,7 @@ def test_parts_are_chosen_in_the_order_of_the_suite() -> None:
         chosen(("everything",))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", [each.words for each in SUITE])
 def test_every_command_of_the_suite_has_only_options_that_exist(words: str) -> None:
     command, *options = shlex.split(words)

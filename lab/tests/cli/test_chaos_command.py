@@ -13,23 +13,25 @@ from stormtorch_lab.netns.conditions import Conditions
 from stormtorch_lab.netns.measured import Measured
 from stormtorch_lab.studies.chaos.faults import KINDS, Fault
 from stormtorch_lab.studies.chaos.invariants import Check
-from stormtorch_lab.studies.chaos.logs import History, Life
+from stormtorch_lab.studies.chaos.logs import History, ProcessLog
 from stormtorch_lab.studies.chaos.report import ChaosReport
 from stormtorch_lab.studies.chaos.settings import ChaosSettings
-from stormtorch_lab.studies.chaos.timeline import Recovery, Struck
+from stormtorch_lab.studies.chaos.timeline import InjectedFault, Recovery
 
 pytestmark = pytest.mark.pure
 
 
 def report() -> ChaosReport:
-    lives = []
+    process_logs = []
     for host in range(3):
-        life = Life(host, 0)
-        life.add({"t": 100.0, "begin": 0, "host": host, "rank": host})
+        process_log = ProcessLog(host, 0)
+        process_log.add({"t": 100.0, "begin": 0, "host": host, "rank": host})
         for step in range(1, 200):
-            life.add({"t": 100 + step / 10, "step": step, "view": 1, "members": [0, 1, 2], "since": 0, "loss": 2.0})
-        life.add({"t": 120.0, "end": 199, "val_loss": 2.02, "digest": "ab"})
-        lives.append(life)
+            process_log.add(
+                {"t": 100 + step / 10, "step": step, "view": 1, "members": [0, 1, 2], "since": 0, "loss": 2.0}
+            )
+        process_log.add({"t": 120.0, "end": 199, "val_loss": 2.02, "digest": "ab"})
+        process_logs.append(process_log)
     faults = [
         Fault(kind="kill", at_s=1, lasts_s=1, hosts=(1,)),
         Fault(kind="link", at_s=4, lasts_s=1, hosts=(0, 2), links=((0, 2),)),
@@ -43,11 +45,11 @@ def report() -> ChaosReport:
             "requested": Conditions(loss=0.1).to_json(),
             "measured": Measured(links=[], lines=[]).to_json(),
         },
-        history=History(lives),
+        history=History(process_logs),
         start_s=101.0,
         finish_s=118.0,
         recoveries=[
-            Recovery(Struck(fault, 101 + fault.at_s, 101 + fault.ends_s), *times)
+            Recovery(InjectedFault(fault, 101 + fault.at_s, 101 + fault.ends_s), *times)
             for fault, times in zip(faults, recovered, strict=True)
         ],
         planned=4,

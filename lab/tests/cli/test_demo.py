@@ -16,7 +16,7 @@ from commands import ENVIRONMENT, STORMTORCH, call, ranks_left
 from stormtorch_lab.bench.convergence import ConvergenceSettings, Curve, Point
 from stormtorch_lab.cli import demo
 from stormtorch_lab.cli.race import Race
-from stormtorch_lab.cli.terminal.chart import Line, draw_lines
+from stormtorch_lab.cli.terminal.chart import ChartLine, draw_lines
 from stormtorch_lab.netns.fixtures import lab_or_skip
 
 SETTINGS = ConvergenceSettings(ranks=2, seconds=4.0, batch=2, context=10, backends=("storm-drift", "gloo"))
@@ -75,7 +75,7 @@ def test_the_picture_fits_and_names_both_lines(width: int, braille: bool) -> Non
 
 @pytest.mark.pure
 def test_a_falling_line_begins_at_the_top_left_and_ends_at_the_bottom_right() -> None:
-    line = Line("s", "", [(0.0, 5.0), (10.0, 1.0)])
+    line = ChartLine("s", "", [(0.0, 5.0), (10.0, 1.0)])
     text = draw_lines([line], width=40, height=6, x_most=10, x_label="s", y_label="", braille=False)
     rows = [row.partition("|")[2] for row in text.plain.splitlines() if "|" in row]
     assert rows[0].startswith("s")
@@ -152,6 +152,7 @@ def run_demo(folder: Path, *options: str) -> tuple[str, dict[str, Any], str]:
     return text, json.loads(figures.read_text()), page.read_text()
 
 
+@pytest.mark.thorough
 def test_without_a_lab_the_demo_says_so_and_ends_with_verdict_and_page(tmp_path: Path) -> None:
     text, data, page = run_demo(tmp_path, "--no-lab", "--seconds", "1")
     assert "No lab here (--no-lab was given)" in text

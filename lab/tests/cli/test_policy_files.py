@@ -47,6 +47,7 @@ def test_a_policy_in_a_file_is_made_with_the_settings_that_it_has(file: Path) ->
         assert settings.to_json()["policies"] == ["lossless", f"{file}:Halfway"]
 
 
+@pytest.mark.thorough
 def test_a_policy_in_a_file_trains_on_ranks(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out, picture = tmp_path / "out.json", tmp_path / "out.svg"
@@ -62,6 +63,7 @@ def test_a_policy_in_a_file_trains_on_ranks(file: Path, tmp_path: Path) -> None:
     assert ranks_left() == []
 
 
+@pytest.mark.thorough
 def test_a_policy_in_a_file_is_simulated_kept_and_computed_anew_once_it_was_edited(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out, picture, lines, folder = (tmp_path / name for name in ("out.json", "out.svg", "steps.jsonl", "run"))

@@ -16,7 +16,7 @@ from commands import call
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, Reliability
 from stormtorch.checks import BadSetting
 from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Shared, Stragglers, Trace
-from stormtorch_lab.cli.networks import SimulatedNetwork
+from stormtorch_lab.cli.networks import SimulatedNetworkOptions
 from stormtorch_lab.cli.plots.simulate import plot_simulation
 from stormtorch_lab.cli.tables.simulate import network_text, sentences, show_simulation
 from stormtorch_lab.policies.presets import PRESETS, named, names
@@ -34,7 +34,7 @@ SETTINGS = SimSettings(workers=5, steps=4, batch=1, width=16, layers=1, context=
 
 
 def typed(**options: Any) -> LossModel:
-    network = SimulatedNetwork(**options)
+    network = SimulatedNetworkOptions(**options)
     settings = SimSettings(loss=network.plain_loss, burst=network.burst)
     return replace(settings, network=network.model()).loss_model()
 
@@ -53,6 +53,7 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
         assert name in text, "not cut off"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "named", "problem"),
     [
@@ -269,6 +270,7 @@ def test_networks_have_names() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_workers_that_own_nothing_do_not_count_as_arrived() -> None:
     settings = replace(SETTINGS, policies=("lead", "model-averaging"), workers=60, loss=0.2)
     for result in run_simulations(settings).results:
@@ -300,6 +302,7 @@ def test_a_link_that_loses_everything_cannot_keep_a_budget(monkeypatch: pytest.M
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_command_prints_a_table_and_writes_all_files(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out, picture, lines = tmp_path / "out.json", tmp_path / "out.svg", tmp_path / "steps.jsonl"
@@ -332,6 +335,7 @@ def test_pictures_and_other_optimizers_are_simulated() -> None:
     assert "accuracy" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", named())
 def test_every_policy_of_a_file_trains_virtual_workers_by_its_name(name: str) -> None:
     report = run_simulations(

@@ -81,6 +81,7 @@ def test_numbers_and_kinds_are_written_as_json(tmp_path: Path) -> None:
     assert written["kinds"] == {name: str(kind) for name, kind in KINDS.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [("--max-lag", "4"), ("--loss", "0"), ("--loss", "0.9", "--ranks", "2")])
 def test_a_picture_is_drawn_of_any_conditions(tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("matplotlib")

@@ -10,9 +10,9 @@ from stormtorch.checks import BadCondition
 from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Trace
 from stormtorch_lab.cli.tables.lab import requested_text
 from stormtorch_lab.netns.access import LabUnavailable, find_access, tool
-from stormtorch_lab.netns.conditions import Conditions, HostLine, between, both_ways
+from stormtorch_lab.netns.conditions import AccessLink, Conditions, between, both_ways
 from stormtorch_lab.netns.links.kernel_network import _bits, ruleset, shape
-from stormtorch_lab.netns.measured import LineCount, LinkCount, Measured
+from stormtorch_lab.netns.measured import AccessLinkCount, LinkCount, Measured
 from stormtorch_lab.netns.per_link import read_per_link
 
 
@@ -85,7 +85,7 @@ def test_hosts_that_do_not_exist_are_refused() -> None:
         Conditions(cut=frozenset({4})),
         Conditions(loss=PerLink(links={(0, 4): Bernoulli(p=0.1)})),
         Conditions(delays={(4, 0): 0.1}),
-        Conditions(lines={4: HostLine(up_bits=1e6)}),
+        Conditions(lines={4: AccessLink(up_bits=1e6)}),
     ):
         with pytest.raises(BadCondition, match="host 4"):
             conditions.check(4)
@@ -127,8 +127,8 @@ def test_file_of_links_is_read(tmp_path: Path) -> None:
     assert found.model(2, 0) == Bernoulli(p=0.01)
     assert found.link_delay_s(2, 0) == pytest.approx(0.08)
     assert found.link_delay_s(0, 2) == 0.0
-    assert found.line(1) == HostLine(up_bits=5e6, down_bits=10e6, queue_bytes=65536)
-    assert found.line(0) == HostLine(up_bits=100e6, down_bits=100e6, queue_bytes=512 << 10)
+    assert found.line(1) == AccessLink(up_bits=5e6, down_bits=10e6, queue_bytes=65536)
+    assert found.line(0) == AccessLink(up_bits=100e6, down_bits=100e6, queue_bytes=512 << 10)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_delay_in_the_kernel_comes_before_the_rate() -> None:
 
 def test_measured_loss_and_overflow_are_shares_of_what_was_sent() -> None:
     links = [LinkCount(0, 1, 100, 10), LinkCount(1, 0, 300, 10)]
-    lines = [LineCount(0, "up", 96, 4), LineCount(1, "down", 80, 6), LineCount(1, "up", 300, 0)]
+    lines = [AccessLinkCount(0, "up", 96, 4), AccessLinkCount(1, "down", 80, 6), AccessLinkCount(1, "up", 300, 0)]
     measured = Measured(links=links, lines=lines)
     assert measured.loss == pytest.approx(20 / 400)
     assert measured.overflow == pytest.approx(10 / 400)

@@ -28,11 +28,12 @@ def names(hosts: int) -> list[str]:
     return [f"h{host}" for host in range(hosts)]
 
 
+@pytest.mark.thorough
 def test_a_healthy_lab_has_no_problem(lab: Callable[..., Lab], tmp_path: Path) -> None:
     network = lab(hosts=3, rate="100mbit", probe=False)
     found = examine(reach(network, tmp_path), names(3), "--seconds", "4.5")
     assert (found.code, found.problems()) == (0, []), found.text
-    links = found.told["measured"]["links"]
+    links = found.report["measured"]["links"]
     assert len(links) == 6
     for link in links:
         assert link["loss"] == 0.0
@@ -40,6 +41,7 @@ def test_a_healthy_lab_has_no_problem(lab: Callable[..., Lab], tmp_path: Path) -
         assert link["path_mtu"] == 1500
 
 
+@pytest.mark.thorough
 def test_a_machine_tells_of_its_own_interface(lab: Callable[..., Lab]) -> None:
     network = lab(hosts=2, probe=False)
     network.holders[1].run(["ip", "link", "set", "eth0", "mtu", "1200"])
@@ -49,6 +51,7 @@ def test_a_machine_tells_of_its_own_interface(lab: Callable[..., Lab]) -> None:
     assert "MTU 1200, 10 Gbit/s, full duplex: the MTU is small" in text
 
 
+@pytest.mark.thorough
 def test_a_bad_host_is_named_and_its_losses_are_kept_for_replay(lab: Callable[..., Lab], tmp_path: Path) -> None:
     network = lab(hosts=3, rate="100mbit", loss=bad_host(2, 3, 0.2), seed=3, probe=False)
     kept = tmp_path / "links.json"
@@ -81,7 +84,7 @@ def test_the_doctor_finds_five_faults_at_once(lab: Callable[..., Lab], tmp_path:
         ("slow", (0, 4)),
         ("receive buffer", (5,)),
     ], found.text
-    texts = " ".join(each["text"] for each in found.told["findings"])
+    texts = " ".join(each["text"] for each in found.report["findings"])
     assert "no packets above 1280 bytes" in texts and "carries only 5" in texts
 
 
@@ -92,7 +95,7 @@ def test_a_blocked_port_and_a_translated_address_are_named(lab: Callable[..., La
     translate(network, 1, "198.18.0.200")
     found = examine(reach(network, tmp_path), names(3), "--seconds", "3", "--port", "29500")
     assert found.problems() == [("UDP blocked", (2,))], found.text
-    assert ("NAT", [1]) in [(each["subject"], each["ranks"]) for each in found.told["findings"]]
+    assert ("NAT", [1]) in [(each["subject"], each["ranks"]) for each in found.report["findings"]]
     assert "UDP to port 29500 of h2 is blocked, while TCP comes through" in found.text
     assert "others see 198.18.0.200" in found.text
 
@@ -104,7 +107,7 @@ def test_a_capture_replays_in_the_lab_and_in_the_simulator(lab: Callable[..., La
     first = examine(reach(network, tmp_path), names(2), "--seconds", "4", "--capture", str(kept))
     replayed = lab(2, read_per_link(kept, Conditions(seed=9), 2), probe=False)
     second = examine(reach(replayed, tmp_path), names(2), "--seconds", "4")
-    for before, after in zip(first.told["measured"]["links"], second.told["measured"]["links"], strict=True):
+    for before, after in zip(first.report["measured"]["links"], second.report["measured"]["links"], strict=True):
         assert before["loss"] == pytest.approx(0.15, abs=0.06)  # bursts make it vary
         assert after["loss"] == pytest.approx(before["loss"], abs=0.03)
         assert after["burst"] == pytest.approx(before["burst"], rel=0.2)
@@ -112,5 +115,5 @@ def test_a_capture_replays_in_the_lab_and_in_the_simulator(lab: Callable[..., La
     options = ("--workers", "2", "--steps", "6", "--policy", "plain", "--per-link", str(kept), "--json", str(out))
     code, text = call("simulate", *options)
     assert code == 0, text
-    expected = mean([link["loss"] for link in first.told["measured"]["links"]])
+    expected = mean([link["loss"] for link in first.report["measured"]["links"]])
     assert json.loads(out.read_text())["measured"]["loss"] == pytest.approx(expected, abs=0.05)

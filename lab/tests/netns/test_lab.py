@@ -14,7 +14,7 @@ import pytest
 
 from stormtorch.network.loss import Bernoulli, GilbertElliott, PerLink, Trace
 from stormtorch_lab.netns import BadCondition, Lab, LabError
-from stormtorch_lab.netns.running import Line
+from stormtorch_lab.netns.running import OutputLine
 
 pytestmark = pytest.mark.lab
 MakeLab = Callable[..., Lab]
@@ -42,8 +42,8 @@ def runs_of_losses(numbers: list[int]) -> list[int]:
     return [after - before - 1 for before, after in itertools.pairwise(numbers) if after - before > 1]
 
 
-def output_of(network: Lab, words: list[str], per_node: int = 1) -> tuple[list[int], list[Line]]:
-    lines: list[Line] = []
+def output_of(network: Lab, words: list[str], per_node: int = 1) -> tuple[list[int], list[OutputLine]]:
+    lines: list[OutputLine] = []
     return network.run(words, per_node=per_node, write=lines.append, timeout_s=60), lines
 
 
@@ -77,6 +77,7 @@ def test_statuses_are_those_of_the_ranks(lab: MakeLab) -> None:
     assert [line.error for line in lines] == [True, True]
 
 
+@pytest.mark.thorough
 def test_rank_that_does_not_end_is_ended_by_the_timeout(lab: MakeLab) -> None:
     begin = time.monotonic()
     assert lab(2, probe=False).run(["sh", "-c", "[ $RANK = 0 ] || sleep 60"], timeout_s=0.5) == [0, 124]
@@ -93,6 +94,7 @@ def test_random_loss_is_what_was_asked_and_what_is_reported(lab: MakeLab) -> Non
     assert (link.seen, link.lost) == (sent, sent - len(arrived))
 
 
+@pytest.mark.thorough
 def test_bursts_have_the_length_that_was_asked(lab: MakeLab) -> None:
     arrived = exchanged(lab(2, loss=0.1, burst=8, probe=False), 0, 1, 20_000, pause_s=0)
     runs = runs_of_losses(arrived)
@@ -100,12 +102,14 @@ def test_bursts_have_the_length_that_was_asked(lab: MakeLab) -> None:
     assert sum(runs) / len(runs) == pytest.approx(8, abs=2)
 
 
+@pytest.mark.thorough
 def test_same_seed_loses_the_same_packets(lab: MakeLab) -> None:
     first, again, other = (exchanged(lab(2, loss=0.2, seed=seed, probe=False), 0, 1, 300) for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
 
+@pytest.mark.thorough
 def test_trace_is_replayed_in_order(lab: MakeLab) -> None:
     bits = "0001101000"
     arrived = exchanged(lab(2, loss=Trace(bits=bits), probe=False), 0, 1, 100)
@@ -113,6 +117,7 @@ def test_trace_is_replayed_in_order(lab: MakeLab) -> None:
     assert fates in bits * 11 and arrived
 
 
+@pytest.mark.thorough
 def test_links_lose_each_for_itself(lab: MakeLab) -> None:
     model = PerLink(links={(0, 1): Bernoulli(p=1.0), (1, 2): GilbertElliott(p=0.5, burst=4)})
     network = lab(3, loss=model, probe=False)
@@ -146,6 +151,7 @@ def test_rate_is_measured_and_overflow_is_counted(lab: MakeLab) -> None:
     assert overflowed[0, "up"] + overflowed[1, "down"] == 2000 - len(arrived)
 
 
+@pytest.mark.thorough
 def test_conditions_change_while_it_runs(lab: MakeLab) -> None:
     network = lab(2, rate="100mbit", probe=False)
     assert len(exchanged(network, 0, 1, 500)) == 500
@@ -180,6 +186,7 @@ def test_bad_change_is_refused_and_changes_nothing(lab: MakeLab) -> None:
     assert network.conditions.model(0, 1) == Bernoulli(p=0.1)
 
 
+@pytest.mark.thorough
 def test_management_network_loses_nothing(lab: MakeLab) -> None:
     network = lab(2, loss=1.0, management=True, probe=False)
     script = (
@@ -193,6 +200,7 @@ def test_management_network_loses_nothing(lab: MakeLab) -> None:
     assert network.run([sys.executable, "-ISc", script], timeout_s=30) == [0, 0]
 
 
+@pytest.mark.thorough
 def test_tcp_uses_the_congestion_control_that_was_asked(lab: MakeLab) -> None:
     # One of them is not allowed to namespaces on a machine whose own is the other.
     for name in ("cubic", "bbr"):
@@ -204,6 +212,7 @@ def test_tcp_uses_the_congestion_control_that_was_asked(lab: MakeLab) -> None:
         lab(2, tcp="warp")
 
 
+@pytest.mark.thorough
 def test_two_labs_do_not_see_each_other(lab: MakeLab) -> None:
     lossy, clean = lab(2, loss=1.0, probe=False), lab(2, probe=False)
     assert len(exchanged(clean, 0, 1, 100)) == 100

@@ -28,6 +28,7 @@ for pair in range(int(sys.argv[2])):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_a_burst_takes_neighbours_and_is_over_after_a_silence(lab: MakeLab) -> None:
     network = lab(2, loss=0.5, burst="10ms", seed=3, probe=False)
@@ -57,6 +58,7 @@ def test_a_burst_takes_neighbours_and_is_over_after_a_silence(lab: MakeLab) -> N
     network.set(loss=0.1, burst="2ms")
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_a_benchmark_in_the_lab_meets_timed_bursts_and_tells_their_length(lab: MakeLab) -> None:
     lab(2, loss=0.3, burst="5ms", probe=False).close()  # or the test is skipped

@@ -13,7 +13,7 @@ from stormtorch import BoundedDrift, Options, Reliability, connect, prepare
 from stormtorch.collectives import Group
 from stormtorch_lab.jobs.ranks import Member, run_ranks
 from stormtorch_lab.netns import Lab
-from stormtorch_lab.netns.conditions import HostLine
+from stormtorch_lab.netns.conditions import AccessLink
 
 MakeLab = Callable[..., Lab]
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(240)]
@@ -48,7 +48,7 @@ def train_on(
         ends = []
         for step in range(steps):
             if step in changes and member.rank == 0:
-                member.ask(step)
+                member.request(step)
             model(torch.randn(16, 256)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -90,7 +90,9 @@ def test_routers_that_forget_their_ports_cost_a_training_a_moment(
         return True
 
     options = Options(interface="eth0", key=key, lanes=2)
-    logs = run_ranks(train_on, 3, (options, BoundedDrift(), 40, (10, 25)), timeout_s=200, listen=rebind, lab=network)
+    logs = run_ranks(
+        train_on, 3, (options, BoundedDrift(), 40, (10, 25)), timeout_s=200, on_message=rebind, lab=network
+    )
     assert_nobody_left(logs, 8.0)
     assert sum(log["health"]["reroutes"] for log in logs) >= 2 * 2
     assert all(log["arrived"][-1] == 1.0 for log in logs)
@@ -109,7 +111,7 @@ def test_a_router_that_gets_another_address_costs_a_training_a_moment(lab: MakeL
         return True
 
     options = Options(interface="eth0", key=KEY, lanes=2)
-    logs = run_ranks(train_on, 3, (options, BoundedDrift(), 40, (10, 25)), timeout_s=200, listen=move, lab=network)
+    logs = run_ranks(train_on, 3, (options, BoundedDrift(), 40, (10, 25)), timeout_s=200, on_message=move, lab=network)
     assert_nobody_left(logs, 8.0)
     assert all(log["arrived"][-1] == 1.0 for log in logs)
 
@@ -128,7 +130,7 @@ def test_an_mtu_that_falls_beside_parity_and_lanes_costs_the_parity_alone(lab: M
 
     options = Options(interface="eth0", lanes=2)
     policy = BoundedDrift(redundancy=0.3, gradients=Reliability(redundancy=0.3))
-    logs = run_ranks(train_on, 3, (options, policy, 60, (20,)), timeout_s=200, listen=narrow, lab=network)
+    logs = run_ranks(train_on, 3, (options, policy, 60, (20,)), timeout_s=200, on_message=narrow, lab=network)
     assert_nobody_left(logs, 8.0)
     for log in logs:
         assert min(log["path_bytes"]) == 1152
@@ -141,7 +143,7 @@ def test_an_mtu_that_falls_beside_parity_and_lanes_costs_the_parity_alone(lab: M
 
 @pytest.mark.slow
 def test_a_queue_of_seconds_makes_steps_long_and_nobody_leaves(lab: MakeLab) -> None:
-    lines = {0: HostLine(down_bits=20e6, queue_bytes=10 << 20)}
+    lines = {0: AccessLink(down_bits=20e6, queue_bytes=10 << 20)}
     network = lab(3, rate="100mbit", management=True, probe=False, lines=lines)
 
     def fill(_rank: int, _step: object) -> bool:
@@ -150,7 +152,7 @@ def test_a_queue_of_seconds_makes_steps_long_and_nobody_leaves(lab: MakeLab) -> 
 
     began = time.monotonic()
     logs = run_ranks(
-        train_on, 3, (Options(interface="eth0"), BoundedDrift(), 40, (10,)), timeout_s=200, listen=fill, lab=network
+        train_on, 3, (Options(interface="eth0"), BoundedDrift(), 40, (10,)), timeout_s=200, on_message=fill, lab=network
     )
     assert_nobody_left(logs, 60.0)
     assert max(log["longest_s"] for log in logs) > 2.0, "the queue was full"

@@ -8,7 +8,7 @@ import pytest
 
 from stormtorch_lab.netns import BadCondition, Conditions, Lab
 from stormtorch_lab.netns.links.kernel_network import shape
-from stormtorch_lab.netns.measured import LineCount, Measured
+from stormtorch_lab.netns.measured import AccessLinkCount, Measured
 
 MakeLab = Callable[..., Lab]
 # Sends datagrams of 1,400 bytes with a DSCP at so many bits per second, for so many seconds.
@@ -62,6 +62,7 @@ def shares(network: Lab, *, plain: float, low: float, dscp: int = 1) -> tuple[fl
     return found[0], found[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_low_priority_waits_for_others_and_takes_what_is_free(lab: MakeLab) -> None:
     network = lab(2, rate="20mbit", low_share=0.1, low_queue="32kb", probe=False)
@@ -82,6 +83,7 @@ def test_low_priority_waits_for_others_and_takes_what_is_free(lab: MakeLab) -> N
     assert measured.to_json()["low_loss"] == measured.low_loss
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_classes_come_and_go_while_a_lab_runs_and_nothing_is_forgotten(lab: MakeLab) -> None:
     network = lab(2, rate="20mbit", probe=False)
@@ -135,10 +137,10 @@ def test_conditions_tell_of_classes_where_there_are_any() -> None:
 @pytest.mark.pure
 def test_losses_of_low_priority_are_counted_once() -> None:
     lines = [
-        LineCount(0, "up", packets=100, overflowed=10, low_packets=40, low_overflowed=10),
-        LineCount(1, "down", packets=90, overflowed=10, low_packets=30, low_overflowed=10),
+        AccessLinkCount(0, "up", packets=100, overflowed=10, low_packets=40, low_overflowed=10),
+        AccessLinkCount(1, "down", packets=90, overflowed=10, low_packets=30, low_overflowed=10),
     ]
     assert Measured(links=[], lines=lines).low_loss == pytest.approx(20 / 50)
-    plain = [LineCount(0, "up", packets=100, overflowed=10)]
+    plain = [AccessLinkCount(0, "up", packets=100, overflowed=10)]
     assert Measured(links=[], lines=plain).low_loss is None
     assert Measured(links=[], lines=lines).since(Measured(links=[], lines=plain)).lines[0].low_packets == 40

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stormtorch_lab.netns import HostLine, Lab, between, both_ways
+from stormtorch_lab.netns import AccessLink, Lab, between, both_ways
 
 pytestmark = pytest.mark.lab
 MakeLab = Callable[..., Lab]
@@ -45,6 +45,7 @@ def arrivals(network: Lab, links: list[tuple[int, int]], size: int = 100) -> set
     return came
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_links_are_cut_one_way_or_both_ways_and_partitions_are_links(lab: MakeLab, kind: dict[str, str]) -> None:
     network = lab(3, probe=False, **kind)
@@ -61,6 +62,7 @@ def test_links_are_cut_one_way_or_both_ways_and_partitions_are_links(lab: MakeLa
     assert arrivals(network, every) == set(every)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_packets_above_the_mtu_of_a_hosts_path_vanish_until_it_is_lifted(lab: MakeLab, kind: dict[str, str]) -> None:
     network = lab(3, probe=False, **kind)
@@ -70,7 +72,7 @@ def test_packets_above_the_mtu_of_a_hosts_path_vanish_until_it_is_lifted(lab: Ma
     assert arrivals(network, links, size=1173) == set()
     network.set(mtu=None)
     assert arrivals(network, links, size=1472) == set(links)
-    network.set(lines={0: HostLine(mtu=1200)})
+    network.set(lines={0: AccessLink(mtu=1200)})
     assert arrivals(network, links, size=1472) == {(2, 1)}
 
 
@@ -85,6 +87,7 @@ def test_cuts_leave_the_losses_and_the_counters_of_links_as_they_are(lab: MakeLa
     assert 30 < link.lost < 90
 
 
+@pytest.mark.thorough
 def test_signals_reach_the_command_and_not_the_program_that_entered_the_host(lab: MakeLab) -> None:
     network = lab(2, probe=False)
     script = "import time\nwhile True: print(1, flush=True); time.sleep(0.05)"
@@ -109,6 +112,7 @@ def test_signals_reach_the_command_and_not_the_program_that_entered_the_host(lab
     process.stdout.close()
 
 
+@pytest.mark.thorough
 def test_a_command_that_is_stopped_ends_with_the_lab(lab: MakeLab) -> None:
     network = lab(2, probe=False)
     process = network.start(1, ["sleep", "60"])

@@ -107,6 +107,7 @@ def namespaces() -> set[str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signal_ends_everything_and_is_the_status(start: Start, home: Path, number: int, status: int) -> None:
     mark = marked()
@@ -120,6 +121,7 @@ def test_signal_ends_everything_and_is_the_status(start: Start, home: Path, numb
     assert not list((home / f"stormtorch-labs-{os.getuid()}").iterdir())
 
 
+@pytest.mark.thorough
 def test_ranks_hear_ctrl_c_and_may_tidy_up(start: Start) -> None:
     script = "import time\nprint('here', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('tidy')"
     process = start("--hosts", "2", "--", sys.executable, "-c", script)
@@ -141,6 +143,7 @@ def test_owner_that_is_killed_takes_everything_with_it(start: Start) -> None:
     assert run("clean").stdout == "nothing was left\n"
 
 
+@pytest.mark.thorough
 def test_clean_leaves_running_labs_alone(start: Start) -> None:
     mark = marked()
     process = start("--hosts", "2", "--", "sh", "-c", f"echo here; sleep {mark}")
@@ -173,6 +176,7 @@ def test_error_inside_the_with_statement_leaves_nothing(home: Path) -> None:
     assert vanish(own)
 
 
+@pytest.mark.thorough
 def test_running_lab_is_shown_and_changed_from_outside(start: Start) -> None:
     process = start("--hosts", "3", "--rate", "50mbit", "--", "sh", "-c", "echo here; sleep 60")
     shown = run("show").stdout
@@ -194,6 +198,7 @@ def test_running_lab_is_shown_and_changed_from_outside(start: Start) -> None:
     assert process.poll() is None
 
 
+@pytest.mark.thorough
 def test_worst_status_and_measured_conditions_are_kept(home: Path) -> None:
     path = home / "out.json"
     words = ["run", "--hosts", "2", "--rate", "100mbit", "--loss", "0.1", "--json", str(path)]
@@ -210,6 +215,7 @@ def test_worst_status_and_measured_conditions_are_kept(home: Path) -> None:
     assert data["statuses"] == [0, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "option"),
     [

@@ -28,7 +28,7 @@ def reduce_often(
         own = torch.randn(elements, generator=generator)
         for index in range(rounds):
             if index == ask_before and member.rank == 0:
-                member.ask(index)
+                member.request(index)
             tensor = own.clone()
             begin = time.perf_counter()
             arrivals = all_reduce(group, tensor, reliability=reliability).wait()
@@ -61,6 +61,7 @@ def test_exact_sums_are_exact_on_every_bad_network(lab: MakeLab, knobs: dict[str
     assert network.measured().loss > 0.05
 
 
+@pytest.mark.thorough
 def test_lossy_sums_lose_what_the_network_loses(lab: MakeLab) -> None:
     network = lab(3, rate="100mbit", loss=0.1, management=True, probe=False)
     logs = run_ranks(reduce_often, 3, (1_000_000, 4, LOSSY), timeout_s=60, lab=network)
@@ -89,6 +90,7 @@ def gather_often(member: Member, elements: int, rounds: int) -> None:
             gather(Group(transport), give, take, 0).wait()
 
 
+@pytest.mark.thorough
 def test_everyone_sending_to_one_does_not_flood_its_line(lab: MakeLab) -> None:
     network = lab(4, rate="100mbit", queue="256kb", management=True, probe=False)
     run_ranks(gather_often, 4, (500_000, 4), timeout_s=60, lab=network)
@@ -103,7 +105,7 @@ def test_network_that_changes_in_the_middle_is_followed(lab: MakeLab) -> None:
         network.set(rate="100mbit", loss=0.05)
         return True
 
-    logs = run_ranks(reduce_often, 4, (500_000, 30, EXACT, 10), timeout_s=100, listen=change, lab=network)
+    logs = run_ranks(reduce_often, 4, (500_000, 30, EXACT, 10), timeout_s=100, on_message=change, lab=network)
     wanted = expected(4, 500_000)
     assert all(result == wanted for _, _, results in logs for result in results)
     times = [max(each) for each in zip(*(times for times, _, _ in logs), strict=True)]
@@ -111,6 +113,7 @@ def test_network_that_changes_in_the_middle_is_followed(lab: MakeLab) -> None:
     assert sorted(times[20:])[5] < 2.0 * ideal_s
 
 
+@pytest.mark.thorough
 def test_host_that_is_cut_off_for_a_while_delays_but_breaks_nothing(lab: MakeLab) -> None:
     network = lab(3, rate="100mbit", management=True, probe=False)
 
@@ -120,7 +123,7 @@ def test_host_that_is_cut_off_for_a_while_delays_but_breaks_nothing(lab: MakeLab
         network.set(cut=())
         return True
 
-    logs = run_ranks(reduce_often, 3, (250_000, 6, EXACT, 2), timeout_s=60, listen=cut, lab=network)
+    logs = run_ranks(reduce_often, 3, (250_000, 6, EXACT, 2), timeout_s=60, on_message=cut, lab=network)
     wanted = expected(3, 250_000)
     assert all(result == wanted for _, _, results in logs for result in results)
 

@@ -30,7 +30,7 @@ def reduce_on(member: Member, reliability: Reliability, options: Options, rounds
         group = Group(transport)
         for index in range(rounds):
             if index == 3 and member.rank == 0:
-                member.ask(index)
+                member.request(index)
             tensor = torch.full((ELEMENTS,), 1.0 + member.rank)
             begin = time.perf_counter()
             arrivals = all_reduce(group, tensor, reliability=reliability).wait()
@@ -61,7 +61,7 @@ def test_exact_sums_go_on_within_seconds_when_a_hosts_mtu_falls(lab: MakeLab, kn
         return True
 
     options = Options(interface="eth0", silence_s=8.0)
-    logs = run_ranks(reduce_on, 3, (EXACT, options, 12), timeout_s=60, listen=narrow, lab=network)
+    logs = run_ranks(reduce_on, 3, (EXACT, options, 12), timeout_s=60, on_message=narrow, lab=network)
     assert all(row["wrong"] == 0.0 for log in logs for row in log)
     assert max(row["time_s"] for log in logs for row in log) < 5.0
     assert logs[0][2]["path_bytes"] > 1172
@@ -82,7 +82,7 @@ def test_path_that_becomes_wide_again_is_used_so_and_lossy_sums_lose_nothing_on_
 
     # The ranks agree on what passes the narrow interface unless they are told better.
     options = Options(interface="eth0", datagram_bytes=1472)
-    logs = run_ranks(reduce_on, 2, (LOSSY, options, 60), timeout_s=60, listen=widen, lab=network)
+    logs = run_ranks(reduce_on, 2, (LOSSY, options, 60), timeout_s=60, on_message=widen, lab=network)
     assert logs[0][2]["path_bytes"] == logs[1][2]["path_bytes"] == 1152
     assert logs[0][2]["arrived"] == 1.0
     assert logs[0][-1]["path_bytes"] == logs[1][-1]["path_bytes"] == 1472
@@ -100,7 +100,7 @@ def test_host_that_answers_but_gets_no_data_is_named(lab: MakeLab) -> None:
     options = Options(interface="eth0", silence_s=3.0)
     # Whichever rank fails first: the one that waited says for how long, the one it told says who gave up and why.
     with pytest.raises(RankFailed, match=r"rank \d answers, but no data (reached it for 3 s|reaches it)"):
-        run_ranks(reduce_on, 2, (EXACT, options, 12), timeout_s=60, listen=shut, lab=network)
+        run_ranks(reduce_on, 2, (EXACT, options, 12), timeout_s=60, on_message=shut, lab=network)
 
 
 def train_on(member: Member, steps: int) -> tuple[list[float], float]:
@@ -115,7 +115,7 @@ def train_on(member: Member, steps: int) -> tuple[list[float], float]:
         times = []
         for step in range(steps):
             if step == 10 and member.rank == 0:
-                member.ask(step)
+                member.request(step)
             model(torch.randn(16, 256)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -131,7 +131,7 @@ def test_training_goes_on_within_seconds_when_a_hosts_mtu_falls(lab: MakeLab) ->
         set_mtu(network, 1, 1200)
         return True
 
-    logs = run_ranks(train_on, 3, (60,), timeout_s=90, listen=narrow, lab=network)
+    logs = run_ranks(train_on, 3, (60,), timeout_s=90, on_message=narrow, lab=network)
     for times, arrived in logs:
         assert max(after - before for before, after in pairwise(times)) < 5.0
         assert arrived == 1.0

@@ -69,6 +69,7 @@ def _possible() -> None:
         pytest.skip("this kernel lets only root make user namespaces")
 
 
+@pytest.mark.thorough
 def test_an_ordinary_user_has_named_hosts_whose_network_loses() -> None:
     def use() -> Any:
         sent, port = 2000, 9999

@@ -28,12 +28,14 @@ def _relay() -> None:
         pytest.skip("this kernel has netem, so delays are not made by the relay")
 
 
+@pytest.mark.thorough
 def test_round_trip_and_rate_are_what_was_asked(lab: MakeLab) -> None:
     measured = with_rates(lab, 3, rate="50mbit", delay="20ms").measured()
     # Never shorter; longer while the cores are busy.
     assert all(0.04 <= seconds < 0.055 for seconds in measured.round_trips_s) and len(measured.round_trips_s) == 3
 
 
+@pytest.mark.thorough
 def test_loss_and_traces_work_with_delay(lab: MakeLab) -> None:
     network = lab(2, delay="2ms", loss=0.1, probe=False)
     arrived = exchanged(network, 0, 1, 5000)
@@ -46,6 +48,7 @@ def test_loss_and_traces_work_with_delay(lab: MakeLab) -> None:
     assert "".join("0" if number in arrived else "1" for number in range(100)) in bits * 11
 
 
+@pytest.mark.thorough
 def test_jitter_delays_and_keeps_the_order(lab: MakeLab) -> None:
     network = lab(2, delay="1ms", jitter="5ms", probe=False)
     arrived = exchanged(network, 0, 1, 2000)
@@ -57,6 +60,7 @@ def test_links_may_have_delays_of_their_own(lab: MakeLab) -> None:
     assert all(0.03 <= seconds < 0.045 for seconds in measured.round_trips_s) and len(measured.round_trips_s) == 2
 
 
+@pytest.mark.thorough
 def test_conditions_change_while_it_runs(lab: MakeLab) -> None:
     network = lab(2, delay="1ms", probe=False)
     network.set(rate="20mbit", queue="2mb")
@@ -87,6 +91,7 @@ def test_relay_that_dies_is_noticed_and_nothing_is_left(lab: MakeLab) -> None:
     network.close()
 
 
+@pytest.mark.thorough
 def test_four_hosts_carry_200_mbit_each(lab: MakeLab) -> None:
     """In both directions at once, each to its neighbour: what the probe does."""
     network = lab(4, rate="200mbit", delay="5ms")

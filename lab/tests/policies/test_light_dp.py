@@ -13,7 +13,7 @@ from torch import nn
 
 from stormtorch import EXACT, RankPolicy, StormError
 from stormtorch.checks import BadSetting
-from stormtorch.policies.memory import Memory, Store
+from stormtorch.policies.memory import Memory, MemoryStore
 from stormtorch_lab import LightDp, simulate
 from stormtorch_lab.privacy.masks import residue_variance
 from training import assert_close, perceptron, sgd, trained
@@ -24,7 +24,7 @@ RANKS, CHUNKS, EACH = 5, 6, 300
 
 
 def rank_of(index: int, *, round_: int = 3, ranks: int = RANKS) -> Memory:
-    return Store(CHUNKS * EACH).chunks(0, CHUNKS, EACH).told(index=index, ranks=ranks, round_=round_, offset=1000)
+    return MemoryStore(CHUNKS * EACH).chunks(0, CHUNKS, EACH).told(index=index, ranks=ranks, round_=round_, offset=1000)
 
 
 def met(policy: LightDp) -> list[LightDp]:

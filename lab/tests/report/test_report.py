@@ -13,7 +13,7 @@ import pytest
 from commands import call
 from stormtorch_lab.report.files import PAGES, UnknownFile, kind_of, page_of, read_file
 from stormtorch_lab.report.page import page_html
-from stormtorch_lab.report.parts import Fact, Lines, Mark, Page, Section, Series, Table
+from stormtorch_lab.report.parts import Fact, LineChart, Mark, Page, Section, Series, Table
 from stormtorch_lab.report.race import learners_of, race_verdict
 
 pytestmark = pytest.mark.pure
@@ -141,7 +141,7 @@ def test_hostile_text_in_a_file_stays_text(kind: str, path: Path, tmp_path: Path
 
 def test_names_of_lines_cannot_leave_the_script() -> None:
     series = Series(name=EVIL, colour='red" onload="x', x=[0.0, 1.0], y=[1.0, float("nan")])
-    chart = Lines(title=EVIL, x_label=EVIL, y_label=EVIL, series=[series], marks=[Mark(text=EVIL, x=0.5)])
+    chart = LineChart(title=EVIL, x_label=EVIL, y_label=EVIL, series=[series], marks=[Mark(text=EVIL, x=0.5)])
     page = Page(
         title=EVIL,
         verdict=EVIL,

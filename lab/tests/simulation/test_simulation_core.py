@@ -62,6 +62,7 @@ def few_words(rank: int, step: int) -> torch.Tensor:
     return words(rank, step, count=20)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [plain_sgd, adamw])
 @pytest.mark.parametrize("name", [name for name in REFERENCE if "model" not in name])
 @pytest.mark.parametrize("workers", [4, 5])
@@ -138,6 +139,7 @@ MODELS: dict[str, tuple[Any, Loss, Data]] = {
 POLICIES: list[Policy] = [BoundedDrift(), GradientAveraging(), ModelAveraging()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["auto", AT_ONCE])  # the first is one by one on a CPU
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("make", [plain_sgd, adamw])
@@ -376,6 +378,7 @@ def test_without_samples_drift_is_unknown_and_no_number_is_made_up() -> None:
     assert (row.pair_drift, row.owner_drift, row.update_variance) == (None, None, None)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging(), GradientAveraging()])
 @pytest.mark.parametrize("how", ["batched", "loop"])
 def test_nothing_of_a_simulation_stays_when_it_is_over(policy: Policy, how: str) -> None:

@@ -11,7 +11,7 @@ from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging
 from stormtorch.network.loss import GilbertElliott
 from stormtorch.policies.policy import Policy
 from stormtorch_lab import simulate
-from stormtorch_lab.simulation import Simulated, Spot
+from stormtorch_lab.simulation import ProgressPoint, Simulated
 from stormtorch_lab.simulation.setting import Reuse
 from stormtorch_lab.tasks.models.llama import Llama, LlamaSize
 from stormtorch_lab.tasks.task import cross_entropy
@@ -120,7 +120,7 @@ def test_fewer_bits_are_near(precision: str) -> None:
 def test_who_was_interrupted_comes_to_the_same_end(policy: Policy, tmp_path: Path) -> None:
     whole = run(pictures(), policy=policy)
 
-    def stop(spot: Spot) -> None:
+    def stop(spot: ProgressPoint) -> None:
         if spot.step == 3:
             raise KeyboardInterrupt
 

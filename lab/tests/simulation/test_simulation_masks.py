@@ -81,7 +81,7 @@ def test_what_a_worker_sends_to_itself_arrives(p: float, kind: str) -> None:
     own = owners(3, 0, 4)
     masks = Masks(network, 3, own, 1, CPU)
     mine = torch.arange(3)[:, None] == own
-    for arrived in (masks.up(), masks.down(), masks.again(torch.ones(3, 7, dtype=torch.bool), up=True)):
+    for arrived in (masks.up(), masks.down(), masks.retransmitted(torch.ones(3, 7, dtype=torch.bool), up=True)):
         assert arrived.dtype == torch.bool
         assert arrived[mine].all()
         others = arrived[2, own == 0]
@@ -99,6 +99,7 @@ def test_bursts_have_their_rate_and_their_mean_length(model: GilbertElliott) -> 
     assert within(float(lost.sum()) / bursts, model.burst, spread)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", BURSTS)
 @pytest.mark.parametrize("kind", ["all", "mixed"])
 def test_a_burst_goes_on_from_exchange_to_exchange_and_from_up_to_down(model: GilbertElliott, kind: str) -> None:
@@ -134,6 +135,7 @@ def test_bursts_of_different_links_are_independent() -> None:
         assert within(float(both.mean()), 0.04, spread)
 
 
+@pytest.mark.thorough
 def test_a_message_is_sent_from_another_chunk_on_in_each_exchange() -> None:
     chunks = 25
     lost = [each for each in one_link(GilbertElliott(p=0.4, burst=12), chunks, 4_000) if each.any() and not each.all()]
@@ -169,7 +171,7 @@ def test_a_trace_goes_on_in_the_rotated_order_and_by_as_much_as_is_sent() -> Non
         repair = round_ % 3 == 2
         sent = torch.arange(chunks) % 3 != round_ % 4 if repair else torch.ones(chunks, dtype=torch.bool)
         mask = torch.stack([sent, torch.zeros(chunks, dtype=torch.bool)])
-        arrived = (masks.again(mask, up=True) if repair else masks.up())[0]
+        arrived = (masks.retransmitted(mask, up=True) if repair else masks.up())[0]
         reached = set()
         for at in places:
             for turn in range(chunks):
@@ -187,7 +189,7 @@ def test_a_trace_goes_on_in_the_rotated_order_and_by_as_much_as_is_sent() -> Non
 def test_repair_is_a_fresh_draw_for_what_is_missing_alone() -> None:
     masks = Masks(Bernoulli(p=0.4), 6, owners(*[500] * 6), 2, CPU)
     missing = ~masks.down()
-    repaired = masks.again(missing, up=False)
+    repaired = masks.retransmitted(missing, up=False)
     assert not (repaired & ~missing).any()
     count = int(missing.sum())
     assert within(float(repaired.sum()) / count, 0.6, math.sqrt(0.24 / count))
@@ -200,7 +202,7 @@ def test_a_burst_lasts_for_what_is_sent_again_and_no_longer() -> None:
     last, stays = ~masks.up(), []
     for round_ in range(200):
         for _ in range(3):
-            assert not masks.again(nothing, up=round_ % 2 == 0).any()
+            assert not masks.retransmitted(nothing, up=round_ % 2 == 0).any()
         lost = ~masks.up()
         stays.append(lost[last])
         last = lost
@@ -217,7 +219,7 @@ def test_shards_may_have_other_owners_in_an_exchange() -> None:
         assert masks.up(swapped).logical_not().nonzero().tolist() == [[0, 0], [0, 1]]
         assert masks.down(swapped).logical_not().nonzero().tolist() == [[1, 5]]
         everything = torch.ones(4, 6, dtype=torch.bool)
-        assert (~masks.again(everything, up=False, owner_C=swapped)).nonzero().tolist() == [[1, 5]]
+        assert (~masks.retransmitted(everything, up=False, owner_C=swapped)).nonzero().tolist() == [[1, 5]]
         assert masks.down().logical_not().nonzero().tolist() == [[1, 0], [1, 1]]
 
 
@@ -233,7 +235,7 @@ NETWORKS: list[LossModel] = [
 
 def some(masks: Masks) -> list[Tensor]:
     first = [masks.up(), masks.down()]
-    return [*first, masks.again(~first[1], up=False), masks.up()]
+    return [*first, masks.retransmitted(~first[1], up=False), masks.up()]
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: type(network).__name__)
@@ -334,4 +336,4 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         with pytest.raises(ValueError, match="owner_C"):
             masks.up(owner_C)
     with pytest.raises(ValueError, match="missing_WC"):
-        masks.again(torch.ones(3, 4), up=True)
+        masks.retransmitted(torch.ones(3, 4), up=True)

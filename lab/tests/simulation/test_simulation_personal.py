@@ -20,7 +20,7 @@ from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.policies import DiLoCo
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch_lab import simulate
-from stormtorch_lab.simulation import Simulated, Spot, exchanges
+from stormtorch_lab.simulation import ProgressPoint, Simulated, exchanges
 from stormtorch_lab.simulation.setting import Reuse
 from training import WORLD, Loss, MakeOptimizer, assert_close, assert_same, plain, regression, sgd, values, vectors
 
@@ -103,6 +103,7 @@ def distance(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy",
     [
@@ -210,7 +211,7 @@ def test_with_a_frozen_personal_part_workers_train_as_plain_torch_does(policy: P
 
 @pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging(every=2)], ids=["drift", "models"])
 def test_a_simulation_goes_on_with_each_workers_own_part_and_optimizer_state(policy: Policy, tmp_path: Path) -> None:
-    def stop(spot: Spot) -> None:
+    def stop(spot: ProgressPoint) -> None:
         if spot.step == 5:
             raise KeyboardInterrupt
 

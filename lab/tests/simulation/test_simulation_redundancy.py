@@ -12,7 +12,7 @@ from stormtorch.collectives.formats.grid import GRIDS
 from stormtorch.policies import BoundedDrift
 from stormtorch.policies.policy import Numbers
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch.telemetry.statistics import mean
 from stormtorch_lab.simulation.parameters.rounding import round_to_grids_
 from stormtorch_lab.simulation.run import simulate
@@ -32,7 +32,7 @@ def square(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def train(policy: BoundedDrift, steps: int = 12, network: float = 0.4, seed: int = 0) -> list[Row]:
+def train(policy: BoundedDrift, steps: int = 12, network: float = 0.4, seed: int = 0) -> list[LedgerRow]:
     inputs = torch.randn(WORKERS, 2, 280)
     done = simulate(
         wide(),
@@ -48,6 +48,7 @@ def train(policy: BoundedDrift, steps: int = 12, network: float = 0.4, seed: int
     return list(done.ledger)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("redundancy", [0.0, 0.5, 1.0])
 def test_parity_brings_back_what_theory_says_and_costs_its_bytes(redundancy: float) -> None:
     rows = train(BoundedDrift(reliability=LOSSY, wire=torch.int8, redundancy=redundancy, guard=None), steps=20)
@@ -112,7 +113,7 @@ def test_weights_follow_what_parity_leaves() -> None:
     class Later(BoundedDrift):
         """Sends parity from step 25 on; before the first step it says how much that may be."""
 
-        def protect(self, loss: float, chunks: int, narrower: float) -> float:
+        def protect(self, loss: float, chunks: int, compression_ratio: float) -> float:
             return 1.0 if not seen or len(seen) >= 25 else 0.0
 
         def send(self, own: torch.Tensor, loss: Numbers) -> torch.Tensor:

@@ -13,10 +13,10 @@ from example_runs import EXAMPLES
 from own_policies import Anchored, Blended, Damped, Weighed
 from simulating import keep_trainings, outcome, replicas_of
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, Options, Reliability, _engine
-from stormtorch.exchange.exchange import Arrival
+from stormtorch.exchange.exchange import ExchangeResult
 from stormtorch.policies import DiLoCo
 from stormtorch.policies.policy import OwnerPolicy, Policy
-from stormtorch.runtime.memory.arrival_counts import Links
+from stormtorch.runtime.memory.arrival_counts import ArrivalCounts
 from stormtorch_lab.policies import AREA, MIFA
 from stormtorch_lab.policies.presets import PolicySettings, make_policy
 from stormtorch_lab.simulation import exchanges
@@ -67,11 +67,11 @@ class Seen:
     owned: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-def record(links: Links, into: list[dict[int, torch.Tensor]]) -> None:
+def record(links: ArrivalCounts, into: list[dict[int, torch.Tensor]]) -> None:
     """Notes the masks of every exchange that these links count."""
     count = links.add
 
-    def add(group: Any, arrival: Arrival, *, stage: int = 0) -> None:
+    def add(group: Any, arrival: ExchangeResult, *, stage: int = 0) -> None:
         into.append({peer: arrival.mask(peer, stage=stage) for peer in arrival.links(stage=stage)})
         count(group, arrival, stage=stage)
 

@@ -56,11 +56,11 @@ def test_versions_and_ages_are_the_replicas_that_real_workers_would_hold(
         lost_WC = torch.rand(workers, chunks.count, generator=random) < p
         arrived_WC = ~lost_WC | own_WC
         oldest = int(replicas.ages.max())
-        replicas.make_room(oldest)
-        room, before = replicas.next_room(), replicas.owned.clone()
-        room.copy_(before)
+        replicas.reserve_versions(oldest)
+        next_version_CE, before = replicas.next_version(), replicas.owned.clone()
+        next_version_CE.copy_(before)
         replicas.owned.add_(torch.randn(chunks.count, PER_CHUNK, generator=random))
-        room.lerp_(replicas.owned, 1.0 + lead)
+        next_version_CE.lerp_(replicas.owned, 1.0 + lead)
         if max_lag is not None:
             arrived_WC |= rules.overdue(replicas.ages, max_lag)
         replicas.broadcast(arrived_WC)
@@ -83,9 +83,9 @@ def test_a_link_that_loses_everything_is_kept_up_with_all_the_same() -> None:
     replicas.begin()
     found = torch.empty(2, 2, PER_CHUNK)
     for step in range(1, MOST_VERSIONS + 1):
-        replicas.make_room(int(replicas.ages.max()))
+        replicas.reserve_versions(int(replicas.ages.max()))
         replicas.owned.fill_(step)
-        replicas.next_room().fill_(step)
+        replicas.next_version().fill_(step)
         replicas.broadcast(replicas.own)
         replicas.put(0, 2, found)
         assert found[:, :, 0].tolist() == [[step, 0.0], [0.0, step]]

@@ -21,9 +21,9 @@ from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging
 from stormtorch.checks import BadSetting
 from stormtorch.network.loss import Bernoulli, GilbertElliott, LossModel, PerLink, Stragglers, Trace
 from stormtorch.policies.policy import Policy
-from stormtorch.telemetry.ledger import Packed
+from stormtorch.telemetry.ledger import PackedLinks
 from stormtorch_lab import simulate
-from stormtorch_lab.simulation import Simulated, Spot
+from stormtorch_lab.simulation import ProgressPoint, Simulated
 from stormtorch_lab.simulation.checkpoints import digest
 from stormtorch_lab.studies.on_workers import run_simulations
 from stormtorch_lab.studies.settings import SimSettings
@@ -76,8 +76,8 @@ class Run:
         return sum(float(each.double().abs().sum()) for each in self.weights), 0.0
 
 
-def stop_after(steps: int, error: type[BaseException]) -> Callable[[Spot], None]:
-    def advance(spot: Spot) -> None:
+def stop_after(steps: int, error: type[BaseException]) -> Callable[[ProgressPoint], None]:
+    def advance(spot: ProgressPoint) -> None:
         if spot.step == steps:
             raise error
 
@@ -129,7 +129,7 @@ def test_rows_of_many_workers_are_small_and_say_the_same(policy: Policy, tmp_pat
     many: dict[str, Any] = {"workers": 70, "steps": 3}
     expected = Run(policy)(**many)
     row = expected.ledger[-1]
-    assert isinstance(row.gradients, Packed)
+    assert isinstance(row.gradients, PackedLinks)
     assert list(row.gradients) == list(range(70))
     assert 70 not in row.gradients
     assert expected.ledger.to_json()[-1]["gradients"] == dict(zip(range(70), row.gradients.values(), strict=True))
@@ -229,6 +229,7 @@ def test_a_full_disk_keeps_the_last_whole_state_and_ends_nothing(
     assert_same(full, found, undisturbed, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 def test_results_that_a_full_disk_does_not_take_are_still_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -291,6 +292,7 @@ def test_networks_are_told_apart_by_their_digests() -> None:
 # --- trainings that are done ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 def test_trainings_that_are_done_are_not_repeated(tmp_path: Path) -> None:
     told: list[int] = []
@@ -314,6 +316,7 @@ def test_trainings_that_are_done_are_not_repeated(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.pt"))
 
 
+@pytest.mark.thorough
 @pytest.mark.pure
 def test_checkpoints_of_other_settings_are_refused_by_what_differs(tmp_path: Path) -> None:
     run_simulations(SMALL, checkpoints=tmp_path)
@@ -341,6 +344,7 @@ def cpu_s(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", [True, False], ids=["with --checkpoint", "without"])
 def test_ctrl_c_tells_how_to_go_on_and_exits_with_130(kept: bool, tmp_path: Path) -> None:
     small: tuple[str, ...]
@@ -358,14 +362,14 @@ def test_ctrl_c_tells_how_to_go_on_and_exits_with_130(kept: bool, tmp_path: Path
         start_new_session=True,
     )
     try:
-        give_up_at = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while not steps.exists():
             assert process.poll() is None
-            assert time.monotonic() < give_up_at
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         # Some steps later, however busy the machine is: imports are not over yet.
         begun_s = cpu_s(process.pid)
-        while cpu_s(process.pid) < begun_s + 3.0 and time.monotonic() < give_up_at:
+        while cpu_s(process.pid) < begun_s + 3.0 and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=60)

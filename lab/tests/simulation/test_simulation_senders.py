@@ -29,11 +29,15 @@ def common_rate(model: Shared) -> float:
 def test_receivers_lose_in_common_what_is_shared(share: float) -> None:
     model, chunks = Shared(p=0.2, share=share), 20_000
     masks = Masks(model, 4, owners(0, chunks, 0, chunks), 1, CPU)
-    for lost in (~masks.up(), ~masks.down(), ~masks.again(torch.ones(4, 2 * chunks, dtype=torch.bool), up=False)):
+    for lost in (
+        ~masks.up(),
+        ~masks.down(),
+        ~masks.retransmitted(torch.ones(4, 2 * chunks, dtype=torch.bool), up=False),
+    ):
         for worker in (0, 2):
             assert within(float(lost[worker].double().mean()), 0.2, math.sqrt(0.16 / (2 * chunks)))
     down, up = ~masks.down(), ~masks.up()
-    repair = masks.again(down, up=False)
+    repair = masks.retransmitted(down, up=False)
     for first, second, sender in ((0, 2, 1), (0, 3, 1), (0, 2, 3), (1, 2, 3)):
         part = slice(0, chunks) if sender == 1 else slice(chunks, 2 * chunks)
         both = (down[first] & down[second])[part].double()
@@ -42,8 +46,8 @@ def test_receivers_lose_in_common_what_is_shared(share: float) -> None:
     # Different senders, different chunks and repairs have nothing in common.
     for apart in (up[0] & up[2], down[0, :chunks] & down[2, chunks:], down[0, 1:chunks] & down[2, : chunks - 1]):
         assert within(float(apart.double().mean()), 0.04, math.sqrt(0.04 * 0.96 / apart.numel()))
-    again = (down[0] & down[2])[:chunks]
-    fail = (~repair[0] & ~repair[2])[:chunks][again].double()
+    retransmitted = (down[0] & down[2])[:chunks]
+    fail = (~repair[0] & ~repair[2])[:chunks][retransmitted].double()
     if fail.numel():
         assert within(float(fail.mean()), 0.04, math.sqrt(0.04 * 0.96 / fail.numel()))
 
@@ -130,6 +134,7 @@ def test_what_is_lost_for_all_is_repaired_for_each(key: bytes | None) -> None:
     assert 0.5 < sum(one) / len(one) < 0.7
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("delivered", [0.25, 0.8, None])
 def test_only_the_first_part_of_what_a_late_worker_sends_is_in_time(delivered: float | None) -> None:
     chunks, workers, exchanges = 40, 10, 400
@@ -182,4 +187,4 @@ def test_a_late_worker_delivers_its_part_of_short_messages_on_average_and_all_of
     arrived = torch.stack([masks.up() for _ in range(200)])[:, :, 0][:, 1:].double()
     assert within(float(arrived.mean()), 0.3, math.sqrt(0.21 / arrived.numel()))
     missing = ~masks.down()
-    assert torch.equal(masks.again(missing, up=False), missing)
+    assert torch.equal(masks.retransmitted(missing, up=False), missing)

@@ -11,10 +11,10 @@ from simulating import outcome, simulated
 from stormtorch import EXACT, LOSSY, BoundedDrift, OwnerPolicy
 from stormtorch.checks import BadSetting
 from stormtorch.network.loss import Bernoulli, LossModel, SlowBackward, Stragglers
-from stormtorch.policies.memory import Store
+from stormtorch.policies.memory import MemoryStore
 from stormtorch.policies.policy import applied
 from stormtorch.reliability import Reliability
-from stormtorch.theory import Backward, layer_chances, layers_missed
+from stormtorch.theory import Backward, layer_probabilities, layers_missed
 from stormtorch_lab import ADEL, SALF
 from stormtorch_lab.simulation.arrivals.masks import Masks
 from stormtorch_lab.simulation.checkpoints import digest
@@ -37,7 +37,7 @@ def test_parts_come_from_the_last_backwards_as_often_as_theory_says(part_s: floa
     has = drawn[..., 0].flip(-1)  # the last part first
     assert not bool((has[..., 1:] & ~has[..., :-1]).any()), "no part without those behind it"
     each_s = part_s if isinstance(part_s, tuple) else (part_s,) * WORKERS
-    chance_WP = torch.tensor([layer_chances(parts, deadline_s, each) for each in each_s])
+    chance_WP = torch.tensor([layer_probabilities(parts, deadline_s, each) for each in each_s])
     error_WP = (chance_WP * (1.0 - chance_WP) / exchanges).sqrt()
     assert bool(((has.float().mean(0) - chance_WP).abs() < 4.5 * error_WP + 1e-9).all())
     missed = layers_missed(Backward(layers=parts, layer_s=each_s), deadline_s)
@@ -53,7 +53,7 @@ def test_nobody_is_late_in_a_broadcast_a_repair_or_without_a_deadline() -> None:
     assert not bool(masks.up().all())
     assert bool(masks.down().all())
     missing = ~masks.up()
-    assert torch.equal(masks.again(missing, up=True), missing)
+    assert torch.equal(masks.retransmitted(missing, up=True), missing)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def moved(policy: OwnerPolicy, steps: int) -> torch.Tensor:
     """How far each of four parts goes under gradients of 1, as a part of what it would go if nobody were late."""
     masks, memory = (
         Masks(SlowBackward(part_s=1.0, parts=4), 4, torch.arange(4), 1, "cpu"),
-        Store(4, torch.device("cpu")),
+        MemoryStore(4, torch.device("cpu")),
     )
     total = torch.zeros(4, 1)
     for step in range(steps):

@@ -15,7 +15,7 @@ from mask_statistics import within
 from simulating import Data, keep_trainings, outcome, replicas_of
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, _engine, theory
 from stormtorch.policies.policy import Policy
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch.telemetry.statistics import mean
 from stormtorch_lab.simulation.run import DATAGRAM_BYTES
 from training import Optimizer, Vector
@@ -47,7 +47,7 @@ def descent(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-def walk(p: float, policy: Policy, data: Data = noise, *, steps: int = STEPS, **more: Any) -> list[Row]:
+def walk(p: float, policy: Policy, data: Data = noise, *, steps: int = STEPS, **more: Any) -> list[LedgerRow]:
     """The rows of a walk, all of them."""
     task: dict[str, Any] = {"objective": inner, "data": data, "workers": WORKERS, "network": p, "policy": policy}
     return list(outcome(Vector(COUNT), descent, steps, **{**task, **more})[0].ledger)
@@ -57,7 +57,7 @@ def only_the_broadcast_loses(**settings: Any) -> BoundedDrift:
     return BoundedDrift(**{"gradients": EXACT, "guard": None, "drift_samples": 8000, "lead": 0.0, **settings})
 
 
-def drifts(rows: list[Row]) -> tuple[float, float]:
+def drifts(rows: list[LedgerRow]) -> tuple[float, float]:
     """Pair and owner drift over the variance of an update, in the long run."""
     rows = rows[WARMUP:]
     variance = mean([row.update_variance or 0.0 for row in rows])
@@ -68,6 +68,7 @@ def drifts(rows: list[Row]) -> tuple[float, float]:
 # --- lag --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("p", "max_lag"), [(0.1, None), (0.4, None), (0.4, 1), (0.3, 3), (0.6, 4)])
 def test_copies_are_as_old_as_theory_says(p: float, max_lag: int | None) -> None:
     # Rows that are far apart know nothing of each other: copies are then independent.
@@ -75,7 +76,7 @@ def test_copies_are_as_old_as_theory_says(p: float, max_lag: int | None) -> None
     copies = sum(sum(row.lag.values()) for row in rows)
     assert copies == len(rows) * (WORKERS - 1) * CHUNKS
     for age in range(7):
-        chance = theory.lag_chance(age, p, max_lag)
+        chance = theory.lag_probability(age, p, max_lag)
         found = sum(row.lag.get(age, 0) for row in rows) / copies
         assert within(found, chance, (chance * (1.0 - chance) / copies) ** 0.5), (age, found, chance)
     fetched = theory.fetched(p, max_lag)
@@ -83,6 +84,7 @@ def test_copies_are_as_old_as_theory_says(p: float, max_lag: int | None) -> None
     assert within(found, fetched, (fetched * (1.0 - fetched) / copies) ** 0.5)
 
 
+@pytest.mark.thorough
 def test_the_oldest_copy_is_as_old_as_theory_says() -> None:
     policy = only_the_broadcast_loses(drift_samples=0)
     oldest = [max(max(row.lag) for row in walk(0.3, policy, ones, steps=25, seed=seed)) for seed in range(12)]
@@ -93,6 +95,7 @@ def test_the_oldest_copy_is_as_old_as_theory_says() -> None:
 # --- drift ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", [0.1, 0.2, 0.4])
 def test_drift_of_independent_updates_is_the_exact_one(p: float) -> None:
     pair, owner = drifts(walk(p, only_the_broadcast_loses()))
@@ -102,6 +105,7 @@ def test_drift_of_independent_updates_is_the_exact_one(p: float) -> None:
     assert pair > (1.0 + p / 2) * theory.pair_drift_published(p)  # which is too small by the fraction p
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", [0.1, 0.4])
 def test_with_the_lead_replicas_are_further_from_each_other_and_have_no_error_in_common(p: float) -> None:
     pair, owner = drifts(walk(p, only_the_broadcast_loses(lead=1.0)))
@@ -112,6 +116,7 @@ def test_with_the_lead_replicas_are_further_from_each_other_and_have_no_error_in
     assert theory.common_drift(p, lead=lead) == 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("p", "max_lag"), [(0.2, 1), (0.4, 1), (0.4, 3)])
 def test_bounded_drift_is_as_theory_says(p: float, max_lag: int) -> None:
     pair, owner = drifts(walk(p, only_the_broadcast_loses(max_lag=max_lag)))
@@ -119,6 +124,7 @@ def test_bounded_drift_is_as_theory_says(p: float, max_lag: int) -> None:
     assert owner == pytest.approx(theory.owner_drift(p, max_lag=max_lag), rel=0.03)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lead", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("p", [0.1, 0.4])
 def test_a_mean_update_adds_what_theory_says(p: float, lead: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +146,7 @@ def test_a_mean_update_adds_what_theory_says(p: float, lead: float, monkeypatch:
     assert mean([row.lead for row in rows]) == pytest.approx(ahead, rel=0.05)
 
 
+@pytest.mark.thorough
 def test_bounded_drift_stays_and_the_drift_of_averaged_gradients_grows_with_every_step() -> None:
     policies: list[Policy] = [only_the_broadcast_loses(), GradientAveraging()]
     for policy, growth in zip(policies, (1.0, 4.0), strict=True):
@@ -160,6 +167,7 @@ def test_lost_gradients_add_the_variance_that_theory_says(p: float, workers: int
     assert mean([row.effective_batch for row in rows]) == pytest.approx(1.0 - p * (workers - 1) / workers, rel=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shift", [0.0, 1.0])
 def test_weights_by_chance_pay_for_the_mean_what_theory_says(shift: float) -> None:
     p = 0.3
@@ -172,6 +180,7 @@ def test_weights_by_chance_pay_for_the_mean_what_theory_says(shift: float) -> No
 # --- averaged models --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", [0.1, 0.4])
 @pytest.mark.parametrize("workers", [4, 8])
 def test_averaged_models_come_together_as_their_mixing_constants_say(

@@ -44,6 +44,7 @@ def numbers(curve: list[list[float]], column: int) -> list[float]:
     return [row[column] for row in curve]
 
 
+@pytest.mark.thorough
 def test_two_processes_find_what_one_finds_and_tell_it_once(tmp_path: Path) -> None:
     # An odd number of workers, so that one process has more; lags, repair and fetching included.
     policies = ("--policy", "lossless,lead,model-averaging,gradient-averaging")
@@ -94,8 +95,8 @@ def test_ctrl_c_saves_the_same_step_of_all_processes(tmp_path: Path) -> None:
     )
     os.close(terminal)
     shown, interrupted = "", False
-    give_up_at = time.monotonic() + 100
-    while time.monotonic() < give_up_at:
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
         if not select.select([screen], [], [], 1.0)[0]:
             continue
         try:

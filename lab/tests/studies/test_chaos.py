@@ -89,9 +89,9 @@ def test_an_interrupt_ends_all_hosts_and_is_the_status(tmp_path: Path) -> None:
         env={**ENVIRONMENT, "XDG_RUNTIME_DIR": str(tmp_path)},
     )
     try:
-        give_up_at = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while len(workers(logs)) < 3:
-            assert process.poll() is None and time.monotonic() < give_up_at
+            assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=30)

@@ -25,7 +25,7 @@ def test_schedule_depends_on_its_arguments_alone() -> None:
     assert schedule(hosts=5, minutes=3, seed=2) != first
     assert schedule(hosts=4, minutes=3, seed=1) != first
     # Another machine must come to the same: these are the first faults of that seed.
-    assert [fault.words for fault in first[:3]] == ["outage", "partition h0", "pause h1"]
+    assert [fault.description for fault in first[:3]] == ["outage", "partition h0", "pause h1"]
 
 
 @pytest.mark.parametrize("seed", range(3))

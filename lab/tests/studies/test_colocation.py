@@ -43,6 +43,7 @@ def test_a_training_alone_arrives_whole_and_keeps_its_pace() -> None:
     assert settings.alone_s < result.exchange_s < 4 * settings.alone_s
 
 
+@pytest.mark.thorough
 def test_a_training_of_low_priority_leaves_the_service_as_fast_as_alone() -> None:
     alone, low, equal = (
         colocate(each).mean_s for each in (ALONE, replace(SMALL, low_share=0.0), replace(SMALL, low_share=None))
@@ -52,11 +53,13 @@ def test_a_training_of_low_priority_leaves_the_service_as_fast_as_alone() -> Non
     assert equal > 1.2 * alone
 
 
+@pytest.mark.thorough
 def test_the_stronger_the_preference_the_faster_the_service() -> None:
     means = [colocate(replace(SMALL, low_share=share)).mean_s for share in (0.7, 0.3, 0.0)]
     assert means == sorted(means, key=lambda mean: -(mean or 0.0))
 
 
+@pytest.mark.thorough
 def test_a_tighter_deadline_costs_the_training_more_and_ends_its_exchanges_in_time() -> None:
     busy = replace(SMALL, requests_per_s=2500.0, low_share=0.0)
     losses = []
@@ -77,6 +80,7 @@ def test_a_short_queue_of_low_priority_overflows_and_the_other_does_not() -> Non
     assert result.loss is not None and result.loss > 0.01
 
 
+@pytest.mark.thorough
 def test_a_seed_repeats_a_run() -> None:
     settings = replace(SMALL, low_share=0.1, seconds=0.2)
     assert colocate(settings) == colocate(settings)
@@ -114,6 +118,7 @@ def test_the_lab_has_slower_lines_whose_shapers_pass_bursts() -> None:
     assert (lab.hosts, lab.rate, lab.burst_s, lab.low_share) == (8, 100e6, 1e-3, 0.05)
 
 
+@pytest.mark.thorough
 def test_the_best_case_is_the_fastest_whose_loss_is_allowed(tmp_path: Path) -> None:
     brief = replace(SMALL, seconds=0.3)
     sweep = Sweep(

@@ -133,6 +133,7 @@ def report() -> TrainReport:
     return report
 
 
+@pytest.mark.thorough
 def test_the_report_holds_settings_and_one_result_per_policy_and_seed(report: TrainReport, tmp_path: Path) -> None:
     report.write(tmp_path / "lm.json")
     data = json.loads((tmp_path / "lm.json").read_text())
@@ -229,6 +230,7 @@ def test_a_bad_value_names_the_option_and_exits_with_2(command: tuple[str, ...])
     assert command[-2] in text
 
 
+@pytest.mark.thorough
 def test_the_command_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out, picture = tmp_path / "lm.json", tmp_path / "lm.svg"
@@ -240,6 +242,7 @@ def test_the_command_prints_a_table_and_writes_json_and_plot(tmp_path: Path) -> 
     assert "<svg" in picture.read_text()
 
 
+@pytest.mark.thorough
 def test_every_policy_of_a_file_trains_ranks_by_its_name() -> None:
     settings = replace(
         SMALL, policies=tuple(named()), every=4, more=FEW, given=frozenset({"every"}), steps=8, ranks=3, timeout_s=300

@@ -97,6 +97,7 @@ def test_workers_with_generators_of_their_own_see_batches_of_their_own(tmp_path:
     assert not torch.equal(shared.batch(3, 1, 1, 5).inputs, inputs[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TASKS)
 def test_scores_of_parts_add_up_to_the_evaluation_and_parts_may_be_empty(tmp_path: Path, name: str) -> None:
     task = tiny(name, tmp_path)
@@ -110,6 +111,7 @@ def test_scores_of_parts_add_up_to_the_evaluation_and_parts_may_be_empty(tmp_pat
         assert sum(score.right for score in scores) / answers == pytest.approx(right, abs=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TASKS)
 def test_a_model_is_that_of_its_seed_and_is_judged_without_being_changed(tmp_path: Path, name: str) -> None:
     task = tiny(name, tmp_path)

@@ -21,7 +21,7 @@ _FOREVER_S = 1e6
 Posted = tuple[Pending, torch.Tensor]
 
 
-class Receives:
+class AnySourceReceives:
     """Receives of one group. They keep the order of each sender's messages."""
 
     def __init__(self, group: Group) -> None:

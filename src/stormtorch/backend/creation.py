@@ -15,7 +15,7 @@ from stormtorch.exchange.keys import VARIABLE as KEY_VARIABLE
 from stormtorch.exchange.options import Options
 from stormtorch.joining.rendezvous import connect
 from stormtorch.reliability import Priority
-from stormtorch.udp.store_rendezvous import Attendance
+from stormtorch.udp.store_rendezvous import StoreRendezvous
 from stormtorch.udp.udp import UdpTransport
 
 INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
@@ -31,17 +31,17 @@ REJOIN_VARIABLE = "STORM_REJOIN"
 """Environment variable that says "auto" or "1" if groups are to rejoin although the options do not say so."""
 
 
-class Shared:
+class SharedTransport:
     """Transport shared by several groups; the last group to leave closes it.
 
     Args:
         transport: The transport that they share.
-        longest_s: Longest time for a collective, from the options; torch's own time-outs may only be shorter.
+        timeout_limit_s: Longest time for a collective, from the options; torch's own time-outs may only be shorter.
     """
 
-    def __init__(self, transport: UdpTransport, longest_s: float) -> None:
+    def __init__(self, transport: UdpTransport, timeout_limit_s: float) -> None:
         self.transport = transport
-        self.longest_s = longest_s
+        self.timeout_limit_s = timeout_limit_s
         self._users = 0
         self._lock = threading.Lock()
 
@@ -60,7 +60,7 @@ class Shared:
             self._users -= 1
             last = self._users == 0
         if last:
-            self.transport.part()
+            self.transport.drain()
             self._close(None)
 
     def abort(self) -> None:
@@ -74,7 +74,7 @@ class Shared:
         self.transport.close(linger_s)
 
 
-_job: Shared | None = None
+_job: SharedTransport | None = None
 
 
 def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
@@ -92,16 +92,18 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
     if shared is None or not members or own_options or max(members) >= shared.transport.world:
         # The first group, or one with its own options, gets its own transport, whose ranks are the group's.
         transport = _connect(how.store, how.group_rank, how.group_size, options, how.timeout.total_seconds())
-        shared = Shared(transport, math.inf if options is None else options.timeout_s)
+        shared = SharedTransport(transport, math.inf if options is None else options.timeout_s)
         if not members:
             _job = shared  # later groups name their members by ranks of this one
             transport.name = how.group_id  # processes that join later make the group of all by this name
         members = list(range(how.group_size))
     group = Group(shared.transport, members, name=how.group_id, priority=priority)
-    return StormProcessGroup(group, how.store, how.timeout, shared.longest_s, shared.enter, shared.leave, shared.abort)
+    return StormProcessGroup(
+        group, how.store, how.timeout, shared.timeout_limit_s, shared.enter, shared.leave, shared.abort
+    )
 
 
-def _priority_alone(options: Any, shared: Shared | None) -> Priority | None:
+def _priority_alone(options: Any, shared: SharedTransport | None) -> Priority | None:
     """Returns the priority that a group asks for, if it asks for nothing else and the job has both."""
     if shared is None or not isinstance(options, Options) or not shared.transport.options.has_low_lane:
         return None
@@ -119,7 +121,7 @@ def _connect(store: Store, rank: int, size: int, options: Any, timeout_s: float)
     else:
         # A store may outlive a group, as torchrun's does: do not read what an earlier group has left there.
         prefix = f"storm/{store.add(f'generation/{rank}', 1)}"
-    with Attendance(store, prefix, rank, size, timeout_s).or_note():
+    with StoreRendezvous(store, prefix, rank, size, timeout_s).publish_failure():
         options = _checked(options, timeout_s)
     return connect(store, rank, size, options, prefix=prefix)
 
@@ -139,19 +141,19 @@ def _checked(options: Any, timeout_s: float) -> Options:
 
 
 def _default(timeout_s: float) -> Options:
-    asked: Any = os.environ.get(PRIORITY_VARIABLE) or "normal"
-    if asked not in ("normal", "low", "both"):
-        raise ValueError(f"{PRIORITY_VARIABLE} must be normal, low or both, got {asked!r}")
-    return Options(timeout_s=timeout_s, priority=asked)
+    requested: Any = os.environ.get(PRIORITY_VARIABLE) or "normal"
+    if requested not in ("normal", "low", "both"):
+        raise ValueError(f"{PRIORITY_VARIABLE} must be normal, low or both, got {requested!r}")
+    return Options(timeout_s=timeout_s, priority=requested)
 
 
 def _rejoin(options: Any) -> bool | Literal["auto"]:
     if isinstance(options, Options) and options.rejoin:
         return options.rejoin
-    asked = os.environ.get(REJOIN_VARIABLE, "")
-    if asked not in ("", "0", "1", "auto"):
-        raise ValueError(f"{REJOIN_VARIABLE} must be auto, 1 or 0, got {asked!r}")
-    return "auto" if asked == "auto" else asked == "1"
+    requested = os.environ.get(REJOIN_VARIABLE, "")
+    if requested not in ("", "0", "1", "auto"):
+        raise ValueError(f"{REJOIN_VARIABLE} must be auto, 1 or 0, got {requested!r}")
+    return "auto" if requested == "auto" else requested == "1"
 
 
 def _generation_of_others(store: Store, rank: int, size: int) -> int:

@@ -31,7 +31,7 @@ _PAIRS = ("send", "recv")
 _logger = logging.getLogger(__name__)
 
 
-class Flight:
+class FlightRecorder:
     """Ring of the last operations: when each one started and ended, and the error if it failed."""
 
     def __init__(self, group: Group) -> None:

@@ -13,11 +13,11 @@ from stormtorch.collectives import Group
 class Identity(dist.ProcessGroup):
     """Part of a process group that holds its names, rank, size and time-out."""
 
-    def __init__(self, group: Group, store: Store, timeout: timedelta, longest_s: float) -> None:
+    def __init__(self, group: Group, store: Store, timeout: timedelta, timeout_limit_s: float) -> None:
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # declared with a store, but created without one
         self.group = group
         self._store = store
-        self._longest_s = longest_s
+        self._timeout_limit_s = timeout_limit_s
         self.set_timeout(timeout)
         self._group_name, self._group_desc = group.name, ""
         self._sequence = 0
@@ -116,7 +116,7 @@ class Identity(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time-out of collectives that are given none; the options' `timeout_s` counts if it is shorter."""
-        self._timeout_s = min(timeout.total_seconds(), self._longest_s)
+        self._timeout_s = min(timeout.total_seconds(), self._timeout_limit_s)
 
     _set_default_timeout = set_timeout
 

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from stormtorch.backend import within_step
-from stormtorch.backend.any_source import Receives
-from stormtorch.backend.flight_recorder import Flight
+from stormtorch.backend.any_source import AnySourceReceives
+from stormtorch.backend.flight_recorder import FlightRecorder
 from stormtorch.backend.identity import Identity
 from stormtorch.backend.tensors import Staged
 from stormtorch.backend.work import StormWork
 from stormtorch.collectives import Group, Op
 from stormtorch.errors import Closed
-from stormtorch.staging.launch_queue import Begin, Order
+from stormtorch.staging.launch_queue import Begin, LaunchQueue
 
 Tensors = Sequence[torch.Tensor]
 
@@ -34,21 +34,21 @@ _OPS = {
 }
 
 
-def reduce_operation(asked: Any) -> Op:
+def reduce_operation(requested: Any) -> Op:
     """Translates a reduce operation of torch into one of ours."""
     for theirs, ours in _OPS.items():
-        if asked == theirs:
+        if requested == theirs:
             return ours
     raise RuntimeError(
-        f"storm: the reduce operation {asked} is not supported; use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or "
+        f"storm: the reduce operation {requested} is not supported; use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or "
         "PREMUL_SUM"
     )
 
 
 def factor_of(opts: Any) -> Any:
     """Returns what PREMUL_SUM, as FSDP asks for, multiplies by before it adds up; None for other operations."""
-    asked: Any = getattr(opts, "reduceOp", opts)
-    return asked.__getstate__()[1] if opts is not None and asked == dist.ReduceOp.PREMUL_SUM else None
+    requested: Any = getattr(opts, "reduceOp", opts)
+    return requested.__getstate__()[1] if opts is not None and requested == dist.ReduceOp.PREMUL_SUM else None
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def multiply(tensors: Tensors, opts: Any) -> None:
             each.mul_(factor)
 
 
-class _Part:
+class _CoalescedWork:
     """One work of several that were started together."""
 
     exchanges = 1
@@ -94,17 +94,17 @@ class Launching(Identity):
         group: Group,
         store: Store,
         timeout: timedelta,
-        longest_s: float,
+        timeout_limit_s: float,
         enter: Callable[[], None],
         leave: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
-        super().__init__(group, store, timeout, longest_s)
-        self.flight = Flight(group)
+        super().__init__(group, store, timeout, timeout_limit_s)
+        self.flight_recorder = FlightRecorder(group)
         self._leave, self._close = leave, close
-        self._together: list[StormWork] | None = None
-        self._receives = Receives(group)
-        self._order = Order()
+        self._coalesced: list[StormWork] | None = None
+        self._receives = AnySourceReceives(group)
+        self._order = LaunchQueue()
         self._open = True
         enter()
 
@@ -122,7 +122,7 @@ class Launching(Identity):
         self._close()
         if self.inherited:
             return
-        self._order.abandon(Closed(f"rank {self.group.rank}: the group was aborted before this operation had begun."))
+        self._order.abort(Closed(f"rank {self.group.rank}: the group was aborted before this operation had begun."))
 
     @property
     def inherited(self) -> bool:
@@ -141,15 +141,15 @@ class Launching(Identity):
     # --- several collectives at once --------------------------------------------------------------------------------
 
     def _start_coalescing(self, _device: torch.device) -> None:
-        self._together = []
+        self._coalesced = []
 
     def _end_coalescing(self, _device: torch.device) -> StormWork:
-        works, self._together = self._together or [], None
+        works, self._coalesced = self._coalesced or [], None
         results = [tensor for work in works for tensor in work.result()]
         staged = Staged("coalesced")
         for work in works:
             staged.include(work.staged)
-        return StormWork("coalesced", [_Part(work) for work in works], results, staged)
+        return StormWork("coalesced", [_CoalescedWork(work) for work in works], results, staged)
 
     # --- starting a collective --------------------------------------------------------------------------------------
 
@@ -180,25 +180,25 @@ class Launching(Identity):
         """
         self.check_owner(what)
         self._sequence += 1
-        record = self.flight.begin(what, self._sequence, results, inputs, peer)
+        record = self.flight_recorder.begin(what, self._sequence, results, inputs, peer)
         if torch.autograd._profiler_enabled():
             shown = results if inputs is None else inputs
             with torch._C._profiler._RecordFunctionFast(f"storm::{what}", list(shown)):
-                begun = self._order.begin(begin, staged.moments())
+                begun = self._order.begin(begin, staged.events())
         else:
-            begun = self._order.begin(begin, staged.moments())
+            begun = self._order.begin(begin, staged.events())
         work = StormWork(what, begun, results, staged, finish, record, source, value)
-        work.go_on()
-        if self._together is not None:
-            self._together.append(work)
+        work.drive_in_background()
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
     def _timeout(self, opts: Any, timeout: Any) -> float:
-        asked = timeout if timeout is not None else getattr(opts, "timeout", None)
-        if isinstance(asked, timedelta) and asked > timedelta(0):
-            return min(asked.total_seconds(), self._longest_s)
+        requested = timeout if timeout is not None else getattr(opts, "timeout", None)
+        if isinstance(requested, timedelta) and requested > timedelta(0):
+            return min(requested.total_seconds(), self._timeout_limit_s)
         return self._timeout_s
 
     def _reducing(self, opts: Any, timeout: Any) -> tuple[Op, float]:
-        asked = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        return reduce_operation(asked), self._timeout(opts, timeout)
+        requested = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+        return reduce_operation(requested), self._timeout(opts, timeout)

@@ -18,7 +18,7 @@ _MONITOR_TAG = -7
 _POLL_S = 0.002
 
 
-class Pairs(Launching):
+class PointToPoint(Launching):
     """Part of a process group that sends, receives and waits at barriers."""
 
     # --- sends and receives -----------------------------------------------------------------------------------------
@@ -80,8 +80,10 @@ class Pairs(Launching):
             wait_all_ranks: Name all missing ranks, not only the first.
         """
         self.check_owner("monitored_barrier")
-        asked = self._timeout_s if timeout is None else timeout
-        seconds = min(asked.total_seconds() if isinstance(asked, timedelta) else float(asked), self._longest_s)
+        requested = self._timeout_s if timeout is None else timeout
+        seconds = min(
+            requested.total_seconds() if isinstance(requested, timedelta) else float(requested), self._timeout_limit_s
+        )
         if self.group.rank == 0 and seconds <= 0:
             raise ExchangeTimeout("[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms.")
         self._order.flush()

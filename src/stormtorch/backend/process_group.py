@@ -16,7 +16,7 @@ from stormtorch import collectives
 from stormtorch.backend.compiler import keep_from_compiler
 from stormtorch.backend.identity import Identity
 from stormtorch.backend.launching import Launching, Tensors, multiplied, multiply
-from stormtorch.backend.point_to_point import Pairs
+from stormtorch.backend.point_to_point import PointToPoint
 from stormtorch.backend.sparse import sum_sparse
 from stormtorch.backend.tensors import Staged, one, pieces, split
 from stormtorch.backend.work import StormWork
@@ -28,7 +28,7 @@ def _root(opts: Any) -> int:
     return opts if isinstance(opts, int) else int(opts.rootRank)
 
 
-class StormProcessGroup(Pairs):
+class StormProcessGroup(PointToPoint):
     """Process group that torch.distributed creates; use it through `dist.all_reduce` and the like."""
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> StormWork:
@@ -66,15 +66,15 @@ class StormProcessGroup(Pairs):
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> StormWork:
         """Reduces a tensor over all ranks; the root gets the result."""
         root = _root(opts)
-        asked = op if isinstance(opts, int) else opts
-        operation, timeout_s = self._reducing(asked, timeout)
+        requested = op if isinstance(opts, int) else opts
+        operation, timeout_s = self._reducing(requested, timeout)
         tensor = one(tensors, "reduce")
         staged = Staged("reduce")
         if root == self.group.rank:
-            multiply([tensor], asked)
+            multiply([tensor], requested)
             dense = staged.update(tensor)
         else:
-            dense = staged.read(multiplied([tensor], asked)[0])
+            dense = staged.read(multiplied([tensor], requested)[0])
         return self.begin_work(
             "reduce",
             lambda: [collectives.reduce(self.group, dense, root, operation, timeout_s=timeout_s)],
@@ -291,5 +291,5 @@ def one_list(lists: Sequence[Tensors], what: str) -> Tensors:
     return lists[0]
 
 
-for part in (Identity, Launching, Pairs, StormProcessGroup):
+for part in (Identity, Launching, PointToPoint, StormProcessGroup):
     keep_from_compiler(part)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stormtorch.staging.copies import Visit
+from stormtorch.staging.copies import DeviceCopies
 
 
 class Staged:
@@ -17,7 +17,7 @@ class Staged:
     def __init__(self, what: str) -> None:
         self._what = what
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._visits: dict[torch.device, Visit] = {}
+        self._copies_by_device: dict[torch.device, DeviceCopies] = {}
         self._parts: list[Staged] = []
 
     # --- before the collective --------------------------------------------------------------------------------------
@@ -25,18 +25,18 @@ class Staged:
     def read(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns a stand-in with the tensor's values, in another dtype if given.
 
-        For a tensor on a GPU, the values are there once `moments` have happened.
+        For a tensor on a GPU, the values are there once `events` have happened.
         """
         given = self._given(tensor)
         given = given if dtype is None else given.to(dtype)
-        return self._visit(given).fetch(given) if given.is_cuda else given.contiguous()
+        return self._device_copies(given).fetch(given) if given.is_cuda else given.contiguous()
 
     def write(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns a stand-in whose values `finish` copies into `tensor`, in another dtype if given."""
         target = self._given(tensor)
         dtype = dtype or target.dtype
         if target.is_cuda:
-            dense = self._visit(target).room(target, dtype)
+            dense = self._device_copies(target).room(target, dtype)
         elif target.is_contiguous() and target.data_ptr() == tensor.data_ptr() and target.dtype == dtype:
             return target
         else:
@@ -58,9 +58,9 @@ class Staged:
             self._copy_later(target, dense)
         return dense
 
-    def moments(self) -> list[torch.cuda.Event]:
+    def events(self) -> list[torch.cuda.Event]:
         """Returns events that must have happened before the stand-ins can be read; none for tensors on the CPU."""
-        return [event for event in (visit.fetched() for visit in self._visits.values()) if event is not None]
+        return [event for event in (visit.fetched() for visit in self._copies_by_device.values()) if event is not None]
 
     def include(self, other: "Staged") -> None:
         """Adds the GPUs of another work that this one waits for; that work copies its own results."""
@@ -78,7 +78,7 @@ class Staged:
         with torch.no_grad():
             for tensor, values in self._copies:
                 if tensor.is_cuda:
-                    self._visits[tensor.device].bring(tensor, values)
+                    self._copies_by_device[tensor.device].bring(tensor, values)
                 else:
                     tensor.copy_(values)
         self._copies.clear()
@@ -104,13 +104,13 @@ class Staged:
             )
         self._copies.append((target, values))
 
-    def _all_visits(self) -> list[Visit]:
-        return [*self._visits.values(), *(visit for part in self._parts for visit in part._all_visits())]
+    def _all_visits(self) -> list[DeviceCopies]:
+        return [*self._copies_by_device.values(), *(visit for part in self._parts for visit in part._all_visits())]
 
-    def _visit(self, tensor: torch.Tensor) -> Visit:
-        if tensor.device not in self._visits:
-            self._visits[tensor.device] = Visit(tensor.device)
-        return self._visits[tensor.device]
+    def _device_copies(self, tensor: torch.Tensor) -> DeviceCopies:
+        if tensor.device not in self._copies_by_device:
+            self._copies_by_device[tensor.device] = DeviceCopies(tensor.device)
+        return self._copies_by_device[tensor.device]
 
     def _given(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, torch.Tensor):

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from stormtorch.backend import native_future
 from stormtorch.backend.tensors import Staged
 from stormtorch.errors import Closed, ExchangeTimeout
-from stormtorch.exchange.waiting import doing
-from stormtorch.staging.launch_queue import Started
+from stormtorch.exchange.waiting import in_call
+from stormtorch.staging.launch_queue import StartedWork
 from stormtorch.staging.threads import run_soon
 
-Begun = Sequence[Started] | futures.Future[Sequence[Started]]
+Begun = Sequence[StartedWork] | futures.Future[Sequence[StartedWork]]
 """Exchanges of a collective, or a future of them if it has yet to begin."""
 
 
@@ -64,7 +64,7 @@ class StormWork(dist.Work):
             StormError: The collective failed; the message names rank, peer, operation and what is missing.
         """
         self._check_owner()
-        with doing(f"torch.distributed's {self.what}", elsewhere=True):
+        with in_call(f"torch.distributed's {self.what}", elsewhere=True):
             return self._wait(timeout)
 
     def _wait(self, timeout: timedelta | None = None) -> bool:
@@ -88,18 +88,18 @@ class StormWork(dist.Work):
                 f"{self.what}: process {self._owner} began it and this process was forked from that one: wait there"
             )
 
-    def go_on(self) -> None:
+    def drive_in_background(self) -> None:
         """Starts a background wait if the collective makes several exchanges.
 
         The next exchange starts only while somebody waits. Ranks may wait for two collectives in different orders;
         without this, each would wait for one whose next exchange the other rank has yet to start.
         """
         if isinstance(self._begun, futures.Future):
-            self._begun.add_done_callback(lambda begun: None if begun.exception() else self._go_on(begun.result()))
+            self._begun.add_done_callback(lambda begun: None if begun.exception() else self._drive(begun.result()))
         else:
-            self._go_on(self._begun)
+            self._drive(self._begun)
 
-    def _go_on(self, started: Sequence[Started]) -> None:
+    def _drive(self, started: Sequence[StartedWork]) -> None:
         if any(each.exchanges > 1 for each in started):
             run_soon(self._wait_quietly)
 
@@ -113,7 +113,7 @@ class StormWork(dist.Work):
         return self.staged.on_streams()
 
     def _run(self, seconds: float | None) -> None:
-        pending: Sequence[Started] = ()
+        pending: Sequence[StartedWork] = ()
         try:
             with torch.inference_mode(self._inference):
                 pending = self._begun.result(seconds) if isinstance(self._begun, futures.Future) else self._begun

@@ -34,7 +34,7 @@ def friendly_errors(**arguments: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ending_signals() -> Iterator[None]:
+def handle_termination_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP end a lab as tidily as Ctrl-C does."""
 
     def end(number: int, _frame: FrameType | None) -> None:

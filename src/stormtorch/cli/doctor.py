@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stormtorch.checks import BadSetting, check_between
-from stormtorch.cli.console import check_file, ending_signals, friendly_errors, save
+from stormtorch.cli.console import check_file, friendly_errors, handle_termination_signals, save
 from stormtorch.cli.terminal.options import Json
 
 if TYPE_CHECKING:
-    from stormtorch.doctor.diagnosis import Finding
+    from stormtorch.doctor.diagnosis import Diagnosis
     from stormtorch.doctor.director import Director
-    from stormtorch.doctor.starting import Launched
-    from stormtorch.doctor.worker import Post
+    from stormtorch.doctor.starting import LauncherEnvironment
+    from stormtorch.doctor.worker import WorkerSettings
 
 _HOSTS, _MODEL = "Hosts and ranks", "The model"
 
@@ -97,9 +97,9 @@ def doctor(
       stormtorch doctor localhost node1 --interface eth0 --port 29500 --capture links.json
       torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint node0:29400 -m stormtorch doctor
     """
-    with friendly_errors(hosts="HOST"), ending_signals():
-        from stormtorch.doctor.starting import launched
-        from stormtorch.doctor.worker import Post
+    with friendly_errors(hosts="HOST"), handle_termination_signals():
+        from stormtorch.doctor.starting import launcher_environment
+        from stormtorch.doctor.worker import WorkerSettings
 
         if seconds is not None:
             check_between("seconds", seconds, 1.0, 3600.0)
@@ -110,30 +110,30 @@ def doctor(
         check_between("port", port, 0, 65535)
         check_between("wait_s", wait_s, 1.0, 3600.0)
         check_between("receive_buffer_bytes", receive_buffer_bytes, 4096, 1 << 30)
-        post = Post(
+        settings = WorkerSettings(
             rank=rank or 0, interface=interface, towards=towards, port=port, receive_buffer_bytes=receive_buffer_bytes
         )
         if rank is not None:
-            _serve(post)
+            _serve(settings)
             raise typer.Exit(0)
         check_file("json", json)
         check_file("capture", capture)
         show = _Show(json=json, capture=capture, params_m=params_m, ranks=ranks, seconds=seconds)
-        here = None if hosts else launched()
+        here = None if hosts else launcher_environment()
         if hosts:
-            from stormtorch.doctor.starting import Start, on_hosts
+            from stormtorch.doctor.starting import HostLaunch, launch_on_hosts
 
             chosen = {"ssh": ssh, "python": python}
-            start = Start(
+            start = HostLaunch(
                 hosts=hosts,
                 interface=interface,
                 port=port,
                 receive_buffer_bytes=receive_buffer_bytes,
                 **{name: value for name, value in chosen.items() if value is not None},
             )
-            code = show.network(on_hosts(start), wait_s, f"starting {len(hosts)} hosts")
+            code = show.network(launch_on_hosts(start), wait_s, f"starting {len(hosts)} hosts")
         elif here is not None and here.world > 1:
-            code = _as_launched(here, post, wait_s, show)
+            code = _as_launched(here, settings, wait_s, show)
         else:
             for name, value in {"ssh": ssh, "python": python, "capture": capture, "params_m": params_m}.items():
                 if value is not None:
@@ -144,36 +144,36 @@ def doctor(
     raise typer.Exit(code)
 
 
-def _serve(post: Post) -> None:
+def _serve(settings: WorkerSettings) -> None:
     """Takes part as the rank of one host; orders come by the standard input."""
-    from stormtorch.doctor.channels import PipeOrders
-    from stormtorch.doctor.worker import work
+    from stormtorch.doctor.channels import PipeWorkerChannel
+    from stormtorch.doctor.worker import run_worker
 
-    work(PipeOrders(), post)
+    run_worker(PipeWorkerChannel(), settings)
 
 
-def _as_launched(here: Launched, post: Post, wait_s: float, show: _Show) -> int:
+def _as_launched(here: LauncherEnvironment, settings: WorkerSettings, wait_s: float, show: _Show) -> int:
     from dataclasses import replace
 
     from stormtorch.doctor import starting
-    from stormtorch.doctor.director import longest_pause_s
+    from stormtorch.doctor.director import longest_request_gap_s
 
-    post = replace(post, rank=here.rank, towards=post.towards or here.master)
+    settings = replace(settings, rank=here.rank, towards=settings.towards or here.master)
     try:
-        store = starting.meet_in_store(here, wait_s)
+        store = starting.rendezvous_in_store(here, wait_s)
     except ConnectionError as error:
         typer.echo(str(error), err=True)
         return 1
-    pause_s = longest_pause_s(wait_s, show.seconds, here.world)
+    request_gap_s = longest_request_gap_s(wait_s, show.seconds, here.world)
     if here.rank != 0:
-        starting.take_part(store, post, pause_s)
-        return starting.outcome(store, here.rank)
+        starting.run_launched_worker(store, settings, request_gap_s)
+        return starting.wait_for_exit_code(store, here.rank)
     code = 1
-    director = starting.of_launched(store, here.world, post, pause_s)
+    director = starting.direct_launched(store, here.world, settings, request_gap_s)
     try:
         code = show.network(director, wait_s, f"waiting for {here.world} ranks")
     finally:
-        starting.tell_outcome(store, code, director.present)
+        starting.publish_exit_code(store, code, director.present)
     return code
 
 
@@ -196,10 +196,10 @@ class _Show:
         from stormtorch.cli.tables.doctor import show_machine, wide_console
         from stormtorch.doctor.host.machine import examine_machine
 
-        findings = examine_machine()
-        save(_writer({"findings": [each.to_json() for each in findings]}), self._json)
-        show_machine(findings, wide_console())
-        return _code(findings)
+        diagnoses = examine_machine()
+        save(_writer({"findings": [each.to_json() for each in diagnoses]}), self._json)
+        show_machine(diagnoses, wide_console())
+        return _code(diagnoses)
 
     def network(self, director: Director, wait_s: float, waiting: str) -> int:
         from stormtorch.cli.tables.doctor import show_network, wide_console
@@ -209,38 +209,38 @@ class _Show:
 
         try:
             with _progress(waiting) as advance:
-                found = director.meet(wait_s)
+                found = director.rendezvous(wait_s)
                 if len(found.ranks) >= 2:
                     found = director.examine(self.seconds, advance)
         finally:
             director.end()
-        findings = examine(found)
+        diagnoses = examine(found)
         if not found.links:
-            for each in findings:
+            for each in diagnoses:
                 typer.echo(each.text, err=True)
             typer.echo(f"{len(found.ranks)} of {found.world} ranks came: too few to measure a link.", err=True)
             return 1
         parameters = None if self._params_m is None else round(self._params_m * 1e6)
         cost = None if parameters is None else predict_cost(found, parameters, self._ranks)
         advice = advise(found, cost)
-        verdict = sentence(found, findings)
+        verdict = sentence(found, diagnoses)
         data = {
             "verdict": verdict,
-            "findings": [each.to_json() for each in findings],
+            "findings": [each.to_json() for each in diagnoses],
             "advice": advice.to_json(),
             "cost": None if cost is None else cost.to_json(),
             "measured": found.to_json(),
         }
         save(_writer(data), self._json)
         save(lambda path: write_links(found, path), self._capture)
-        show_network(found, findings, advice, cost, wide_console(), captured=self._capture)
-        return _code(findings)
+        show_network(found, diagnoses, advice, cost, wide_console(), captured=self._capture)
+        return _code(diagnoses)
 
 
 def _progress(start: str) -> Any:
-    from stormtorch.cli.terminal.screen import spoken_progress
+    from stormtorch.cli.terminal.screen import progress_status
 
-    return spoken_progress(start)
+    return progress_status(start)
 
 
 def _writer(data: dict[str, Any]) -> Callable[[Path], None]:
@@ -250,7 +250,7 @@ def _writer(data: dict[str, Any]) -> Callable[[Path], None]:
     return write
 
 
-def _code(findings: list[Finding]) -> int:
+def _code(diagnoses: list[Diagnosis]) -> int:
     from stormtorch.doctor.diagnosis import Level, worst
 
-    return 1 if worst(findings) is Level.PROBLEM else 0
+    return 1 if worst(diagnoses) is Level.PROBLEM else 0

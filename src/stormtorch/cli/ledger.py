@@ -11,7 +11,7 @@ from stormtorch.cli.console import check_file, check_outputs, friendly_errors, s
 from stormtorch.cli.terminal.options import Json, Plot
 
 if TYPE_CHECKING:
-    from stormtorch.telemetry.histories import Account
+    from stormtorch.telemetry.histories import RankHistory
 
 
 def ledger(
@@ -43,36 +43,36 @@ def ledger(
     with friendly_errors():
         from rich.console import Console
 
-        from stormtorch.cli.tables.ledger import show_accounts
-        from stormtorch.telemetry.histories import answer, links_of, read_accounts, summary
+        from stormtorch.cli.tables.ledger import show_histories
+        from stormtorch.telemetry.histories import all_links, one_sentence, read_histories, summary
         from stormtorch.telemetry.json_files import without_nan, write_json
 
         check_outputs(json, plot)
         check_file("csv", csv)
         try:
-            accounts = read_accounts(files)
+            histories = read_histories(files)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="FILE") from error
         data = {
-            "answer": answer(accounts),
-            "ranks": [summary(each) for each in accounts],
-            "links": [asdict(each) for each in links_of(accounts)],
+            "answer": one_sentence(histories),
+            "ranks": [summary(each) for each in histories],
+            "links": [asdict(each) for each in all_links(histories)],
         }
         save(lambda path: write_json(path, without_nan(data)), json)
-        save(lambda path: _write_csv(accounts, path), csv)
+        save(lambda path: _write_csv(histories, path), csv)
         if plot is not None:
-            from stormtorch.cli.plots.ledger import plot_accounts
+            from stormtorch.cli.plots.ledger import plot_histories
 
-            save(lambda path: plot_accounts(accounts, path), plot)
-        show_accounts(accounts, Console())
+            save(lambda path: plot_histories(histories, path), plot)
+        show_histories(histories, Console())
 
 
-def _write_csv(accounts: "list[Account]", path: Path) -> None:
+def _write_csv(histories: "list[RankHistory]", path: Path) -> None:
     from stormtorch.telemetry.histories import COLUMNS
 
     with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv_format.writer(file)
         lines.writerow(["rank", "time", *COLUMNS])
-        for account in accounts:
-            for entry in account.entries:
-                lines.writerow([account.name, entry["time"] or "", *(entry.get(name, "") for name in COLUMNS)])
+        for history in histories:
+            for entry in history.entries:
+                lines.writerow([history.name, entry["time"] or "", *(entry.get(name, "") for name in COLUMNS)])

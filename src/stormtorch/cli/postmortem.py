@@ -10,14 +10,14 @@ from stormtorch.cli.console import check_outputs, friendly_errors, save, save_in
 from stormtorch.cli.terminal.options import Json
 
 if TYPE_CHECKING:
-    from stormtorch.telemetry.postmortem import Finding, Flight
+    from stormtorch.telemetry.postmortem import FlightRecord, GroupFailure
 
 
 def postmortem(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Flight records of several ranks, storm-flight-*.json, or folders that hold them.",
+            help="FlightRecord records of several ranks, storm-flight-*.json, or folders that hold them.",
             metavar="FILE...",
             show_default="the folder into which ranks of this machine write them",
         ),
@@ -50,27 +50,27 @@ def postmortem(
     with friendly_errors():
         from rich.console import Console
 
-        from stormtorch.cli.tables.postmortem import show_findings
+        from stormtorch.cli.tables.postmortem import show_failures
         from stormtorch.folders import flights_folder
         from stormtorch.telemetry.json_files import write_json
-        from stormtorch.telemetry.postmortem import find, read_flights
+        from stormtorch.telemetry.postmortem import find, read_flight_records
 
         check_outputs(json)
         try:
-            flights = read_flights(files or [flights_folder()])
+            flights = read_flight_records(files or [flights_folder()])
         except (ValueError, PermissionError) as error:
             raise typer.BadParameter(str(error), param_hint="FILE") from error
         flights = _of_job(flights, job)
-        findings = find(flights)
-        save(lambda path: write_json(path, {"findings": [_plain(each) for each in findings]}), json)
+        failures = find(flights)
+        save(lambda path: write_json(path, {"findings": [_plain(each) for each in failures]}), json)
         if torch is not None:
             _write_for_torch(flights, torch)
-        show_findings(findings, Console())
+        show_failures(failures, Console())
 
 
-def _of_job(flights: "list[Flight]", job: str | None) -> "list[Flight]":
+def _of_job(flights: "list[FlightRecord]", job: str | None) -> "list[FlightRecord]":
     """Chooses the records of one run, and says how many others there are."""
-    runs: dict[str, list[Flight]] = {}
+    runs: dict[str, list[FlightRecord]] = {}
     for flight in sorted(flights, key=lambda each: each.time):
         runs.setdefault(flight.job, []).append(flight)
     chosen = next(reversed(runs)) if job is None else job
@@ -84,7 +84,7 @@ def _of_job(flights: "list[Flight]", job: str | None) -> "list[Flight]":
     return runs[chosen]
 
 
-def _write_for_torch(flights: "list[Flight]", folder: Path) -> None:
+def _write_for_torch(flights: "list[FlightRecord]", folder: Path) -> None:
     from stormtorch.telemetry.torch_flights import PREFIX, write_for_torch
 
     def write(path: Path) -> None:
@@ -95,17 +95,17 @@ def _write_for_torch(flights: "list[Flight]", folder: Path) -> None:
     save_into(write, folder)
 
 
-def _plain(finding: "Finding") -> dict[str, object]:
+def _plain(failure: "GroupFailure") -> dict[str, object]:
     return {
-        "group": finding.group,
-        "sentence": finding.sentence,
-        "collective": finding.number,
-        "culprits": finding.culprits,
-        "without_record": finding.silent,
-        "errors": {str(flight.rank): flight.error for flight in finding.flights},
+        "group": failure.group,
+        "sentence": failure.sentence,
+        "collective": failure.number,
+        "culprits": failure.culprits,
+        "without_record": failure.silent,
+        "errors": {str(flight.rank): flight.error for flight in failure.flights},
         "did": {
-            str(flight.rank): flight.collectives[finding.number].text
-            for flight in finding.flights
-            if finding.number in flight.collectives
+            str(flight.rank): flight.collectives[failure.number].text
+            for flight in failure.flights
+            if failure.number in flight.collectives
         },
     }

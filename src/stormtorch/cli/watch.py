@@ -16,7 +16,7 @@ from stormtorch.cli.console import check_file, friendly_errors, save
 
 if TYPE_CHECKING:
     from stormtorch.watch.watcher import Watcher
-    from stormtorch.watch.web.access_guard import Guard
+    from stormtorch.watch.web.access_guard import AccessGuard
 
 _WEB, _FILES = "The web page", "Files"
 _PORT = 8420
@@ -263,7 +263,7 @@ def _serve(watcher: "Watcher", host: str, port: int | None) -> None:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise typer.BadParameter(f"needs a web server: {_EXTRA}", param_hint="--web") from error
-    from stormtorch.watch.web.access_guard import Guard, is_loopback
+    from stormtorch.watch.web.access_guard import AccessGuard, is_loopback
 
     try:
         try:
@@ -275,7 +275,7 @@ def _serve(watcher: "Watcher", host: str, port: int | None) -> None:
     except OSError as error:
         where = f"{host}:{_PORT if port is None else port}"
         raise typer.BadParameter(f"cannot listen at {where}: {error.strerror or error}", param_hint="--port") from error
-    guard = Guard(host, listener.getsockname()[1])
+    guard = AccessGuard(host, listener.getsockname()[1])
     typer.echo(_address(guard, host, listener.getsockname()[1]))
     if not is_loopback(host):
         typer.echo(
@@ -287,7 +287,7 @@ def _serve(watcher: "Watcher", host: str, port: int | None) -> None:
         serve(watcher, guard, listener)
 
 
-def _address(guard: "Guard", host: str, port: int) -> str:
+def _address(guard: "AccessGuard", host: str, port: int) -> str:
     import socket
 
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host

@@ -157,7 +157,7 @@ def _direct_by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, 
         timeout_s=timeout_s,
         keep=(flat, *placed),
     )
-    ops.fold(group.present(placed, arrival), op, flat)
+    ops.fold(group.complete_only(placed, arrival), op, flat)
 
 
 def _by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], timeout_s: float | None) -> Steps:
@@ -178,7 +178,7 @@ def _by_torch(group: Group, flat: torch.Tensor, op: Op, name: tuple[int, int], t
         timeout_s=timeout_s,
         keep=(flat, *placed),
     )
-    ops.fold(group.present(placed, arrival), op, own)
+    ops.fold(group.complete_only(placed, arrival), op, own)
     yield Plan(
         "all_reduce",
         channel,

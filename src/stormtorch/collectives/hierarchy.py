@@ -16,13 +16,13 @@ import torch
 from stormtorch.collectives.all_gather import all_gather as flat_all_gather
 from stormtorch.collectives.all_reduce import all_reduce as flat_all_reduce
 from stormtorch.collectives.base import ops
-from stormtorch.collectives.base.group import Group, Islands, Pending
+from stormtorch.collectives.base.group import Group, NodeLayout, Pending
 from stormtorch.collectives.base.ops import Op
 from stormtorch.collectives.base.spans import address, shards, size
 from stormtorch.collectives.broadcast import broadcast as flat_broadcast
 from stormtorch.collectives.formats.grid import all_reduce_on_grids as flat_all_reduce_on_grids
 from stormtorch.collectives.formats.grid import reduce_scatter_on_grids as flat_reduce_scatter_on_grids
-from stormtorch.collectives.pipeline import Piece, Pipeline
+from stormtorch.collectives.pipeline import Pipeline, PipelinePiece
 from stormtorch.collectives.reduce_scatter import reduce_scatter as flat_reduce_scatter
 from stormtorch.reliability import EXACT, Reliability
 
@@ -35,14 +35,14 @@ _PIECE_BYTES_PER_RANK = 512 << 10
 _PIECES_AT_ENDS = 4
 
 
-def pays(length: int) -> bool:
+def is_worthwhile(length: int) -> bool:
     """Whether so many bytes are enough for exchanges inside machines to cost less than they save."""
     return length >= _SMALLEST_BYTES
 
 
-def _chosen(group: Group, length: int) -> Islands | None:
+def _chosen(group: Group, length: int) -> NodeLayout | None:
     """Chooses the way of a collective that moves so many bytes: by machines, or None for the flat way."""
-    return group.islands if pays(length) and group.size > 2 else None
+    return group.node_layout if is_worthwhile(length) and group.size > 2 else None
 
 
 @wraps(flat_all_reduce)
@@ -56,15 +56,15 @@ def all_reduce(
     timeout_s: float | None = None,
 ) -> Pending:
     """Reduces `tensor` over the group, in place."""
-    islands = _chosen(group, size(tensor))
-    if islands is None or not ops.on_arrival(tensor, op):
+    node_layout = _chosen(group, size(tensor))
+    if node_layout is None or not ops.on_arrival(tensor, op):
         return flat_all_reduce(group, tensor, op, reliability=reliability, share=share, timeout_s=timeout_s)
     ops.check(tensor, op, reliability)
     address(tensor, "tensor")
     share = reliability if share is None else share
     between = partial(flat_all_reduce, op=op, reliability=reliability, share=share, timeout_s=timeout_s)
     whole = reliability.deadline_s is not None or share.deadline_s is not None
-    return _all_reduce(group, islands, tensor.view(-1), op, between, whole, timeout_s)
+    return _all_reduce(group, node_layout, tensor.view(-1), op, between, whole, timeout_s)
 
 
 @wraps(flat_all_reduce_on_grids)
@@ -78,13 +78,13 @@ def all_reduce_on_grids(
     timeout_s: float | None = None,
 ) -> Pending:
     """Replaces `tensor` by the mean of the contributions that arrived, the same bits on every rank."""
-    islands = _chosen(group, size(tensor))
-    if islands is None or tensor.dtype != torch.float32 or op not in (Op.AVG, Op.SUM):
+    node_layout = _chosen(group, size(tensor))
+    if node_layout is None or tensor.dtype != torch.float32 or op not in (Op.AVG, Op.SUM):
         return flat_all_reduce_on_grids(group, tensor, op, wire=wire, reliability=reliability, timeout_s=timeout_s)
     address(tensor, "tensor")
     between = partial(flat_all_reduce_on_grids, op=op, wire=wire, reliability=reliability, timeout_s=timeout_s)
     whole = reliability.deadline_s is not None
-    return _all_reduce(group, islands, tensor.view(-1), op, between, whole, timeout_s)
+    return _all_reduce(group, node_layout, tensor.view(-1), op, between, whole, timeout_s)
 
 
 @wraps(flat_reduce_scatter)
@@ -98,12 +98,12 @@ def reduce_scatter(
     timeout_s: float | None = None,
 ) -> Pending:
     """Reduces `inputs[i]` of all ranks into rank i's `output`."""
-    islands = _chosen(group, sum(map(size, inputs)))
-    if islands is None or not _sound(group, output, inputs, op):
+    node_layout = _chosen(group, sum(map(size, inputs)))
+    if node_layout is None or not _is_supported(group, output, inputs, op):
         return flat_reduce_scatter(group, output, inputs, op, reliability=reliability, timeout_s=timeout_s)
     ops.check(inputs[group.rank], op, reliability)
     between = partial(flat_reduce_scatter, op=op, reliability=reliability, timeout_s=timeout_s)
-    return _reduce_scatter(group, islands, output, inputs, op, between, not reliability.exact, timeout_s)
+    return _reduce_scatter(group, node_layout, output, inputs, op, between, not reliability.exact, timeout_s)
 
 
 @wraps(flat_reduce_scatter_on_grids)
@@ -118,14 +118,14 @@ def reduce_scatter_on_grids(
     timeout_s: float | None = None,
 ) -> Pending:
     """Writes the mean of the `inputs[i]` that arrived into rank i's `output`."""
-    islands = _chosen(group, sum(map(size, inputs)))
+    node_layout = _chosen(group, sum(map(size, inputs)))
     floats = all(each.dtype == torch.float32 for each in (output, *inputs))
-    if islands is None or not floats or not _sound(group, output, inputs, op):
+    if node_layout is None or not floats or not _is_supported(group, output, inputs, op):
         return flat_reduce_scatter_on_grids(
             group, output, inputs, op, wire=wire, reliability=reliability, timeout_s=timeout_s
         )
     between = partial(flat_reduce_scatter_on_grids, op=op, wire=wire, reliability=reliability, timeout_s=timeout_s)
-    return _reduce_scatter(group, islands, output, inputs, op, between, True, timeout_s)
+    return _reduce_scatter(group, node_layout, output, inputs, op, between, True, timeout_s)
 
 
 @wraps(flat_all_gather)
@@ -138,33 +138,33 @@ def all_gather(
     timeout_s: float | None = None,
 ) -> Pending:
     """Copies rank i's `tensor` into every rank's `outputs[i]`."""
-    islands = _chosen(group, sum(map(size, outputs)))
+    node_layout = _chosen(group, sum(map(size, outputs)))
     # A lossy one tells its caller which chunks are missing, and leaves the caller's old values there.
-    if islands is None or not reliability.exact or not _sound_outputs(group, outputs, tensor):
+    if node_layout is None or not reliability.exact or not _are_outputs_supported(group, outputs, tensor):
         return flat_all_gather(group, outputs, tensor, reliability=reliability, timeout_s=timeout_s)
     own = outputs[group.rank].view(-1)
     if own.data_ptr() != tensor.data_ptr():
         own.copy_(tensor.view(-1))
-    machine, place = islands.place(group.rank)
+    machine, place = node_layout.place(group.rank)
     count = _pieces_of(group, sum(map(size, outputs)))
-    others = [at for at in range(len(islands.machines)) if at != machine]
-    before = islands.inside.ahead(count)
-    across = islands.between.ahead(count)
-    after = islands.inside.ahead(count * len(others))
+    others = [at for at in range(len(node_layout.machines)) if at != machine]
+    before = node_layout.inside.reserve_ahead(count)
+    across = node_layout.between.reserve_ahead(count)
+    after = node_layout.inside.reserve_ahead(count * len(others))
     gather = partial(flat_all_gather, timeout_s=timeout_s)
     pieces = []
-    cut = [_cut(each, count) for each in outputs]
+    split = [_split(each, count) for each in outputs]
     for at in range(count):
-        by_machine = [[cut[rank][at] for rank in ranks] for ranks in islands.machines]
+        by_machine = [[split[rank][at] for rank in ranks] for ranks in node_layout.machines]
         same_place = [parts[place] for parts in by_machine]
         pieces.append(
-            Piece(
-                before=[partial(gather, before, by_machine[machine], cut[group.rank][at])],
-                across=[partial(gather, across, same_place, cut[group.rank][at])],
+            PipelinePiece(
+                before=[partial(gather, before, by_machine[machine], split[group.rank][at])],
+                across=[partial(gather, across, same_place, split[group.rank][at])],
                 after=[partial(gather, after, by_machine[other], same_place[other]) for other in others],
             )
         )
-    return Pipeline(pieces, islands.each)
+    return Pipeline(pieces, node_layout.each)
 
 
 @wraps(flat_broadcast)
@@ -177,31 +177,35 @@ def broadcast(
     timeout_s: float | None = None,
 ) -> Pending:
     """Copies the root's `tensor` into every rank's `tensor`."""
-    islands = _chosen(group, size(tensor))
+    node_layout = _chosen(group, size(tensor))
     # A lossy one leaves the caller's old values where chunks are missing.
-    if islands is None or not reliability.exact or not 0 <= root < group.size:
+    if node_layout is None or not reliability.exact or not 0 <= root < group.size:
         return flat_broadcast(group, tensor, root, reliability=reliability, timeout_s=timeout_s)
     address(tensor, "tensor")
-    from_machine, from_place = islands.place(root)
-    machine, place = islands.place(group.rank)
+    from_machine, from_place = node_layout.place(root)
+    machine, place = node_layout.place(group.rank)
     count = _pieces_of(group, size(tensor))
-    before, across, after = islands.inside.ahead(count), islands.between.ahead(count), islands.inside.ahead(count)
+    before, across, after = (
+        node_layout.inside.reserve_ahead(count),
+        node_layout.between.reserve_ahead(count),
+        node_layout.inside.reserve_ahead(count),
+    )
     send = partial(flat_broadcast, timeout_s=timeout_s)
     pieces = []
-    for piece in _cut(tensor.view(-1), count):
-        parts = _cut(piece, islands.each)
+    for piece in _split(tensor.view(-1), count):
+        parts = _split(piece, node_layout.each)
         slice_ = partial(send, across, parts[place], from_machine)
         if machine == from_machine:
-            pieces.append(Piece(before=[partial(send, before, piece, from_place)], across=[slice_]))
+            pieces.append(PipelinePiece(before=[partial(send, before, piece, from_place)], across=[slice_]))
         else:
             gather = partial(flat_all_gather, after, parts, parts[place], timeout_s=timeout_s)
-            pieces.append(Piece(across=[slice_], after=[gather]))
-    return Pipeline(pieces, islands.each)
+            pieces.append(PipelinePiece(across=[slice_], after=[gather]))
+    return Pipeline(pieces, node_layout.each)
 
 
 def _all_reduce(
     group: Group,
-    islands: Islands,
+    node_layout: NodeLayout,
     flat: torch.Tensor,
     op: Op,
     between: Callable[[Group, torch.Tensor], Pending],
@@ -211,25 +215,29 @@ def _all_reduce(
     # A deadline is that of the call, not of a piece.
     tensors = [flat] if whole else _tapered(group, flat)
     count = len(tensors)
-    before, across, after = islands.inside.ahead(count), islands.between.ahead(count), islands.inside.ahead(count)
+    before, across, after = (
+        node_layout.inside.reserve_ahead(count),
+        node_layout.between.reserve_ahead(count),
+        node_layout.inside.reserve_ahead(count),
+    )
     pieces = []
     for piece in tensors:
-        parts = _cut(piece, islands.each)
-        own = parts[islands.inside.rank]
+        parts = _split(piece, node_layout.each)
+        own = parts[node_layout.inside.rank]
         pieces.append(
-            Piece(
+            PipelinePiece(
                 # The mean of means of equally many ranks is the mean. It cannot overflow where a sum could.
                 before=[partial(flat_reduce_scatter, before, own, parts, op, timeout_s=timeout_s)],
                 across=[partial(between, across, own)],
                 after=[partial(flat_all_gather, after, parts, own, timeout_s=timeout_s)],
             )
         )
-    return Pipeline(pieces, islands.each)
+    return Pipeline(pieces, node_layout.each)
 
 
 def _reduce_scatter(
     group: Group,
-    islands: Islands,
+    node_layout: NodeLayout,
     output: torch.Tensor,
     inputs: Sequence[torch.Tensor],
     op: Op,
@@ -239,16 +247,16 @@ def _reduce_scatter(
 ) -> Pending:
     # A lossy one stays whole, so that its counts are those of the output's chunks.
     count = 1 if whole else _pieces_of(group, sum(map(size, inputs)))
-    machines = islands.machines
-    before, across = islands.inside.ahead(count * len(machines)), islands.between.ahead(count)
-    cut, outputs = [_cut(each, count) for each in inputs], _cut(output, count)
+    machines = node_layout.machines
+    before, across = node_layout.inside.reserve_ahead(count * len(machines)), node_layout.between.reserve_ahead(count)
+    split, outputs = [_split(each, count) for each in inputs], _split(output, count)
     pieces = []
     for at in range(count):
         # For each machine, what this machine gives to the rank there that has this rank's place.
-        parts = [[cut[rank][at] for rank in ranks] for ranks in machines]
-        rooms = [torch.empty_like(each[islands.inside.rank]) for each in parts]
+        parts = [[split[rank][at] for rank in ranks] for ranks in machines]
+        rooms = [torch.empty_like(each[node_layout.inside.rank]) for each in parts]
         pieces.append(
-            Piece(
+            PipelinePiece(
                 before=[
                     partial(flat_reduce_scatter, before, room, each, op, timeout_s=timeout_s)
                     for room, each in zip(rooms, parts, strict=True)
@@ -256,7 +264,7 @@ def _reduce_scatter(
                 across=[partial(between, across, outputs[at], rooms)],
             )
         )
-    return Pipeline(pieces, islands.each)
+    return Pipeline(pieces, node_layout.each)
 
 
 def _pieces_of(group: Group, length: int) -> int:
@@ -265,29 +273,29 @@ def _pieces_of(group: Group, length: int) -> int:
 
 def _tapered(group: Group, flat: torch.Tensor) -> list[torch.Tensor]:
     """Cuts a tensor into pieces, with smaller ones at both ends."""
-    parts = _cut(flat, _pieces_of(group, size(flat)))
+    parts = _split(flat, _pieces_of(group, size(flat)))
     if len(parts) < 3:
         return parts
-    return [*_cut(parts[0], _PIECES_AT_ENDS), *parts[1:-1], *_cut(parts[-1], _PIECES_AT_ENDS)]
+    return [*_split(parts[0], _PIECES_AT_ENDS), *parts[1:-1], *_split(parts[-1], _PIECES_AT_ENDS)]
 
 
-def _cut(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+def _split(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     flat = tensor.view(-1)
     return [flat.narrow(0, *span) for span in shards(flat.numel(), flat.element_size(), count)]
 
 
-def _sound(group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> bool:
+def _is_supported(group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> bool:
     """Tells whether the engine can reduce these tensors. The flat way deals with others, or refuses them."""
     fits = len(inputs) == group.size and output.numel() == inputs[group.rank].numel()
     kinds = {each.dtype for each in inputs}
     fits = fits and len(kinds) == 1 and output.dtype in {*kinds, torch.float32}
-    return fits and ops.on_arrival(inputs[0], op) and _plain(output, *inputs)
+    return fits and ops.on_arrival(inputs[0], op) and _is_cpu_contiguous(output, *inputs)
 
 
-def _sound_outputs(group: Group, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
+def _are_outputs_supported(group: Group, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
     fits = len(outputs) == group.size and outputs[group.rank].numel() == tensor.numel()
-    return fits and {each.dtype for each in outputs} == {tensor.dtype} and _plain(tensor, *outputs)
+    return fits and {each.dtype for each in outputs} == {tensor.dtype} and _is_cpu_contiguous(tensor, *outputs)
 
 
-def _plain(*tensors: torch.Tensor) -> bool:
+def _is_cpu_contiguous(*tensors: torch.Tensor) -> bool:
     return all(each.device.type == "cpu" and each.is_contiguous() for each in tensors)

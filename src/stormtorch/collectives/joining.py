@@ -2,7 +2,7 @@
 
 from stormtorch.collectives.base.group import Group
 from stormtorch.exchange.options import Options
-from stormtorch.joining.join_client import come_in
+from stormtorch.joining.join_client import join_running_job
 from stormtorch.udp.addresses import addresses
 from stormtorch.udp.leaving import say_goodbye_on_error
 
@@ -24,6 +24,6 @@ def join(address: str, options: Options | None = None) -> Group:
     Raises:
         NotAdmitted: No rank answers, or the job does not let this process in; the error names addresses and reasons.
     """
-    transport = come_in(addresses(address), options or Options())
+    transport = join_running_job(addresses(address), options or Options())
     say_goodbye_on_error(transport)
     return Group(transport, [*range(transport.world), transport.rank], name=transport.name)

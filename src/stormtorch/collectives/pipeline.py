@@ -8,7 +8,7 @@ import torch
 
 from stormtorch.collectives.base.group import Pending
 from stormtorch.errors import Closed, StormError
-from stormtorch.exchange.exchange import Arrival
+from stormtorch.exchange.exchange import ExchangeResult
 
 Stage = Callable[[], Pending]
 """Function that begins a collective."""
@@ -18,7 +18,7 @@ _AT_ONCE = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class PipelinePiece:
     """Stages of one piece: those of each kind begin together, when all of the kind before have ended."""
 
     before: Sequence[Stage] = ()
@@ -33,12 +33,12 @@ class Piece:
         return [("before", self.before), ("across", self.across), ("after", self.after)]
 
 
-class ArrivalAcross(Arrival):
+class ExchangeResultAcross(ExchangeResult):
     """Arrival of an exchange between machines, in which each message stands for all ranks of a machine."""
 
     __slots__ = ("_each",)
 
-    def __init__(self, arrival: Arrival, each: int) -> None:
+    def __init__(self, arrival: ExchangeResult, each: int) -> None:
         super().__init__(arrival._outcome, arrival.rank)
         self._each = each
 
@@ -59,18 +59,18 @@ class Pipeline(Pending):
         each: Number of ranks on each machine.
     """
 
-    def __init__(self, pieces: Sequence[Piece], each: int) -> None:
+    def __init__(self, pieces: Sequence[PipelinePiece], each: int) -> None:
         self.exchanges = sum(len(stages) for piece in pieces for _, stages in piece.kinds())
         self._pieces = pieces
         self._each = each
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[ExchangeResult] = []
         self._left = {(at, kind): stages for at, piece in enumerate(pieces) for kind, stages in piece.kinds()}
         self._open: list[Pending] = []
         self._error: Exception | None = None
         self._order = self._run()
         self._current: Pending | None = next(self._order, None)
 
-    def wait(self, timeout_s: float | None = None) -> list[Arrival]:
+    def wait(self, timeout_s: float | None = None) -> list[ExchangeResult]:
         """Blocks until the collective has ended and returns the arrivals of its exchanges between machines."""
         if self._error is not None:
             raise self._error
@@ -96,7 +96,7 @@ class Pipeline(Pending):
         """Gives the collective up. Its tensors belong to the caller again; `wait` raises `Closed` from now on."""
         if self.ended:
             return
-        self._give_up()
+        self._abort()
         self._error = Closed("the collective was given up")
 
     def _run(self) -> Iterator[Pending]:
@@ -114,7 +114,7 @@ class Pipeline(Pending):
             if at >= _AT_ONCE and at - _AT_ONCE < count:
                 for pending in across[at - _AT_ONCE]:
                     yield pending
-                    self._arrivals += [ArrivalAcross(arrival, self._each) for arrival in pending.wait()]
+                    self._arrivals += [ExchangeResultAcross(arrival, self._each) for arrival in pending.wait()]
                 after += self._begin(at - _AT_ONCE, "after")
         yield from after
 
@@ -134,10 +134,10 @@ class Pipeline(Pending):
             # If the stage still runs, only this wait timed out, not the collective.
             if self._current is not current or current.ended:
                 self._error = error
-                self._give_up()
+                self._abort()
             raise
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         """Ends all stages here and at the peers, also those that have not begun."""
         for pending in self._open:
             pending.cancel()

@@ -32,7 +32,7 @@ def send(
         raise ValueError(f"target must be another rank than this one, {group.rank}")
     check_lossy(tensor, reliability, "send")
     message = Send(group.ranks[target], address(tensor, "tensor"), size(tensor))
-    name = group.reserve_pair(group.rank, target, tag)
+    name = group.reserve_point_to_point(group.rank, target, tag)
     return group.start(_steps("send", name, [message], [], tensor, reliability, timeout_s))
 
 
@@ -60,7 +60,7 @@ def receive(
         raise ValueError(f"source must be another rank than this one, {group.rank}")
     check_lossy(tensor, reliability, "receive")
     message = Receive(group.ranks[source], address(tensor, "tensor"), size(tensor))
-    name = group.reserve_pair(source, group.rank, tag)
+    name = group.reserve_point_to_point(source, group.rank, tag)
     return group.start(_steps("receive", name, [], [message], tensor, reliability, timeout_s))
 
 

@@ -100,6 +100,6 @@ def _by_torch(
             timeout_s=timeout_s,
             keep=(flat, *placed),
         )
-        placed = group.present(placed, arrival)
+        placed = group.complete_only(placed, arrival)
     if me == root:
         ops.fold(placed, op, flat)

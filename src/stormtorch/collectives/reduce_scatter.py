@@ -107,5 +107,5 @@ def _by_torch(
             timeout_s=timeout_s,
             keep=(*placed, *inputs),
         )
-        placed = group.present(placed, arrival)
+        placed = group.complete_only(placed, arrival)
     ops.fold(placed, op, output)

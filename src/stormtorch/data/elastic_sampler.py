@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from stormtorch.checks import check
-from stormtorch.data.epoch_position import EpochPosition, Terms
+from stormtorch.data.epoch_position import EpochPosition, SamplerSettings
 from stormtorch.data.spans import Spans
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class ElasticSampler(Sampler[list[int]]):
         check(length > 0, "data", "have at least one sample", length)
         check(batch_size > 0, "batch_size", "be at least 1", batch_size)
         check(batch in ("per-rank", "constant"), "batch", 'be "per-rank" or "constant"', batch)
-        terms = Terms(
+        terms = SamplerSettings(
             length=length, batch_size=batch_size, constant=batch == "constant", drop_last=drop_last, shuffle=shuffle
         )
         distributed = dist.is_available() and dist.is_initialized()
@@ -109,7 +109,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._draws: _Draws | None = None  # the latest iterator, the only one that draws
         self._loop: object | None = None  # the latest loop over steps()
         # Batches since the latest iterator began: drawn, come out of the loader, and no longer this rank's.
-        self._drawn = self._came = self._revoked = 0
+        self._drawn = self._yielded = self._revoked = 0
         self._scale: float | None = None
         self._more = False
 
@@ -133,10 +133,10 @@ class ElasticSampler(Sampler[list[int]]):
             return
         rank = session.group.transport.rank
         if not isinstance(session, ElasticSession):
-            self._position.enter(rank, 0, session.group.ranks)
+            self._position.set_members(rank, 0, session.group.ranks)
             optimizer.register_step_post_hook(lambda *_: self._stepped(None))
             return
-        self._position.enter(rank, session.view.number, session.view.members)
+        self._position.set_members(rank, session.view.number, session.view.members)
         session_of = weakref.ref(session)  # the session keeps the sampler, so the sampler must not keep the session
 
         def take(given: dict[int, bytes]) -> None:
@@ -224,7 +224,7 @@ class ElasticSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         self._check_inside()
         self._position.rewind()
-        self._drawn = self._came = self._revoked = 0
+        self._drawn = self._yielded = self._revoked = 0
         self._last_step = None
         self._draws = _Draws(self, self._position.epoch)
         return self._draws
@@ -286,8 +286,8 @@ class ElasticSampler(Sampler[list[int]]):
         while True:
             empty = True
             for batch in loader:
-                self._came += 1
-                if self._came > self._revoked:
+                self._yielded += 1
+                if self._yielded > self._revoked:
                     empty = False
                     yield batch
             if empty and self._revoked == 0:

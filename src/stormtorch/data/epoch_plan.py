@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stormtorch.data.spans import Line, Spans, size, union, without
+from stormtorch.data.spans import ConcatenatedSpans, Spans, size, union, without
 
 Cursor = tuple[int, int]
 """A place among the batches of one rank: step, and batch within the step."""
@@ -65,7 +65,7 @@ class EpochPlan:
     """How many of its kept batches a member must use in the first step, as it is in the middle of it."""
 
     def __post_init__(self) -> None:
-        line = Line(self.left)
+        line = ConcatenatedSpans(self.left)
         head, offset = self._head(line.size)
         target = self.samples_per_step
         whole, rest = divmod(line.size - offset, target)
@@ -89,7 +89,7 @@ class EpochPlan:
 
     # Set above.
     steps: int = field(init=False, compare=False)
-    _line: Line = field(init=False, repr=False, compare=False)
+    _line: ConcatenatedSpans = field(init=False, repr=False, compare=False)
     _head_steps: list[_Step] = field(init=False, repr=False, compare=False)
     _body: tuple[int, int] = field(init=False, repr=False, compare=False)
     _ordinary: _Step = field(init=False, repr=False, compare=False)
@@ -107,7 +107,7 @@ class EpochPlan:
         begin = plan.offset + sum(map(sum, plan.new[:index]))
         found = list(self.kept.get(rank, ())[plan.kept_from[index] : plan.kept_to[index]])
         for count in plan.new[index]:
-            found.append(self._line.cut(begin, count))
+            found.append(self._line.select(begin, count))
             begin += count
         return found or [()]
 
@@ -306,7 +306,7 @@ class EpochPlan:
             offset += self._body[0] + self._body[1] * self.samples_per_step
         else:
             offset = self._step(first).offset
-        rest = list(self._line.cut(offset, self._line.size - offset))
+        rest = list(self._line.select(offset, self._line.size - offset))
         for step in range(first, len(self._head_steps)):
             plan = self._head_steps[step]
             for rank, begin, end in zip(self.members, plan.kept_from, plan.kept_to, strict=True):

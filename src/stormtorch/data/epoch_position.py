@@ -15,7 +15,7 @@ _Name = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class SamplerSettings:
     """What all ranks must have been given alike."""
 
     length: int
@@ -38,7 +38,7 @@ class Terms:
 
 
 @dataclass(slots=True)
-class _Place:
+class _PlanPosition:
     """A plan, and how far this rank has come in it."""
 
     name: _Name
@@ -68,7 +68,7 @@ class EpochPosition:
         members: Ranks that train together.
     """
 
-    def __init__(self, terms: Terms, seed: int, rank: int, members: Sequence[int]) -> None:
+    def __init__(self, terms: SamplerSettings, seed: int, rank: int, members: Sequence[int]) -> None:
         self.terms = terms
         self.seed = seed
         self.epoch = 0
@@ -78,8 +78,8 @@ class EpochPosition:
         self.global_batch: int | None = None
         """Samples of every step, if they are to stay the same; known from the first plan on."""
         self._left: Spans = union([(0, terms.length)])  # at the beginning of the first plan
-        self._place: _Place | None = None
-        self._earlier: _Place | None = None  # in the last view before this one that was in place
+        self._plan_position: _PlanPosition | None = None
+        self._earlier: _PlanPosition | None = None  # in the last view before this one that was in place
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -91,12 +91,12 @@ class EpochPosition:
     @property
     def busy(self) -> bool:
         """Whether the training loop is in the middle of a step."""
-        return self._place is not None and self._place.hand > 0
+        return self._plan_position is not None and self._plan_position.hand > 0
 
     @property
     def untouched(self) -> bool:
         """Whether nothing has been drawn or trained on in the present plan."""
-        return self._place is None or (self._place.done, self._place.drawn) == (0, (0, 0))
+        return self._plan_position is None or (self._plan_position.done, self._plan_position.drawn) == (0, (0, 0))
 
     @property
     def drawn(self) -> Cursor:
@@ -120,20 +120,20 @@ class EpochPosition:
 
     def draw(self) -> Spans | None:
         """Returns the next batch, which may be empty; None at the end of the plan."""
-        place = self._begin()
-        if not self.inside or place.drawn[0] >= place.plan.steps:
+        position = self._begin()
+        if not self.inside or position.drawn[0] >= position.plan.steps:
             return None
         self._earlier = None  # training goes on, so the view is in place
-        step, number = place.drawn
-        place.drawn = place.plan.after(place.drawn, self.rank)
-        return place.plan.batches(step, self.rank)[number]
+        step, number = position.drawn
+        position.drawn = position.plan.after(position.drawn, self.rank)
+        return position.plan.batches(step, self.rank)[number]
 
     def rewind(self) -> None:
         """Takes back what was drawn and is not used: it will be drawn again."""
-        place = self._begin()
-        if self.inside and place.done < place.plan.steps:
-            count = len(place.plan.batches(place.done, self.rank))
-            place.drawn = (place.done, place.hand) if place.hand < count else (place.done + 1, 0)
+        position = self._begin()
+        if self.inside and position.done < position.plan.steps:
+            count = len(position.plan.batches(position.done, self.rank))
+            position.drawn = (position.done, position.hand) if position.hand < count else (position.done + 1, 0)
 
     def take_in_hand(self) -> None:
         """Notes that the training loop has taken one more batch of the step in progress."""
@@ -146,48 +146,48 @@ class EpochPosition:
 
     def assume_busy(self) -> None:
         """Notes that a loop which does not say what it takes is in the middle of a step, if it can be."""
-        place = self._begin()
-        if not place.hand and place.drawn > (place.done, 0):
-            place.hand = len(place.plan.batches(place.done, self.rank))
+        position = self._begin()
+        if not position.hand and position.drawn > (position.done, 0):
+            position.hand = len(position.plan.batches(position.done, self.rank))
 
     def step_done(self) -> None:
         """Notes that a step is complete. The last step of an epoch begins the next one."""
         self._earlier = None  # training goes on, so the view is in place
-        place = self._begin()
-        place.done += 1
-        place.hand = 0
-        place.drawn = max(place.drawn, (place.done, 0))
-        if place.done >= place.plan.steps:
+        position = self._begin()
+        position.done += 1
+        position.hand = 0
+        position.drawn = max(position.drawn, (position.done, 0))
+        if position.done >= position.plan.steps:
             self.go_to(self.epoch + 1)
 
     def go_to(self, epoch: int) -> None:
         """Begins an epoch, whatever is left of the present one."""
         self.epoch = epoch
         self._left = union([(0, self.terms.length)])
-        self._place = self._earlier = None
+        self._plan_position = self._earlier = None
 
     def count(self) -> int:
         """Returns how many batches this rank uses in this epoch if the members stay the same."""
-        place = self._begin()
-        return place.before + (place.plan.count(self.rank) if self.inside else 0)
+        position = self._begin()
+        return position.before + (position.plan.count(self.rank) if self.inside else 0)
 
     # --- membership -------------------------------------------------------------------------------------------------
 
-    def enter(self, rank: int, view: int, members: Sequence[int]) -> None:
+    def set_members(self, rank: int, view: int, members: Sequence[int]) -> None:
         """Says who this rank is and who is there, before anything is drawn."""
         self.rank, self.view, self.members = rank, view, tuple(sorted(members))
-        self._place = None
+        self._plan_position = None
 
     def give(self) -> bytes:
         """Returns what others need to know of this rank when the view changes."""
         places = [self._begin(), *([self._earlier] if self._earlier else [])]
         return json.dumps(
             {
-                "terms": {name: getattr(self.terms, name) for name in Terms.__slots__},
+                "terms": {name: getattr(self.terms, name) for name in SamplerSettings.__slots__},
                 "seed": self.seed,
                 "global_batch": self.global_batch,
                 "busy": self.busy,
-                "places": [place.to_json() for place in places],
+                "places": [position.to_json() for position in places],
             }
         ).encode()
 
@@ -212,25 +212,28 @@ class EpochPosition:
         known = {rank: json.loads(each) for rank, each in given.items() if each}
         for rank, each in known.items():
             self.terms.check(each["terms"], f"rank {rank}")
-        names = [tuple(place["name"]) for each in known.values() for place in each["places"]]
+        names = [tuple(position["name"]) for each in known.values() for position in each["places"]]
         names = [name for name in names if name[1] <= base]
         if not names:
-            self.enter(self.rank, view, members)
+            self.set_members(self.rank, view, members)
             return True
         name = max(names)
         places = {
-            rank: place for rank, each in known.items() for place in each["places"] if tuple(place["name"]) == name
+            rank: position
+            for rank, each in known.items()
+            for position in each["places"]
+            if tuple(position["name"]) == name
         }
         first = known[min(places)]
         plan = EpochPlan.from_json(json.loads(places[min(places)]["plan"]))
-        progress = {rank: _progress(place["progress"]) for rank, place in places.items()}
+        progress = {rank: _progress(position["progress"]) for rank, position in places.items()}
         busy = [rank for rank in sorted(members) if rank in known and rank not in places and known[rank]["busy"]]
         self._adopt(name, plan.follow(members, progress, busy), view, members)
         self.seed, self.global_batch = first["seed"], first["global_batch"]
         return self.rank in places
 
     def _adopt(self, name: _Name, plan: EpochPlan, view: int, members: Sequence[int]) -> None:
-        mine = [each for each in (self._place, self._earlier) if each and each.name == name]
+        mine = [each for each in (self._plan_position, self._earlier) if each and each.name == name]
         before = mine[0].before if mine else 0
         if mine and self.rank in mine[0].plan.members:
             before += mine[0].plan.count(self.rank, mine[0].done)
@@ -238,7 +241,7 @@ class EpochPosition:
         self.epoch, self.view, self.members = name[0], view, tuple(sorted(members))
         drawn = plan.cursor(len(plan.kept.get(self.rank, ())), self.rank) if self.inside else (0, 0)
         hand = plan.hands.get(self.rank, 0)
-        self._place = _Place((self.epoch, view), plan, 0, drawn, hand, before)
+        self._plan_position = _PlanPosition((self.epoch, view), plan, 0, drawn, hand, before)
         if not plan.steps:
             self.go_to(self.epoch + 1)  # what was left is dropped
 
@@ -246,7 +249,7 @@ class EpochPosition:
 
     def state(self) -> dict[str, Any]:
         """Returns what a job of any size needs to go on from the steps that are complete."""
-        left = self._place.plan.unused(self._place.done) if self._place else self._left
+        left = self._plan_position.plan.unused(self._plan_position.done) if self._plan_position else self._left
         return {
             "epoch": self.epoch,
             "seed": self.seed,
@@ -267,14 +270,14 @@ class EpochPosition:
         self._left = union((first, end) for first, end in state["left"])
         self.global_batch = state["global_batch"] if self.terms.constant else None
 
-    def _begin(self) -> _Place:
-        while self._place is None or self._place.done >= self._place.plan.steps:
+    def _begin(self) -> _PlanPosition:
+        while self._plan_position is None or self._plan_position.done >= self._plan_position.plan.steps:
             whole = union([(0, self.terms.length)])
-            if self._place is not None:
-                if self._place.plan.left == whole:
+            if self._plan_position is not None:
+                if self._plan_position.plan.left == whole:
                     raise ValueError(
                         f"drop_last leaves nothing of {self.terms.length} samples, as a step of {len(self.members)} "
-                        f"ranks needs {self._place.plan.samples_per_step}: set drop_last=False or a smaller batch_size"
+                        f"ranks needs {self._plan_position.plan.samples_per_step}: set drop_last=False or a smaller batch_size"
                     )
                 self.go_to(self.epoch + 1)  # what was left is dropped
             if self.terms.constant and self.global_batch is None:
@@ -286,8 +289,8 @@ class EpochPosition:
                 drop_last=self.terms.drop_last,
                 left=self._left,
             )
-            self._place = _Place((self.epoch, self.view), plan, 0, (0, 0), 0, 0)
-        return self._place
+            self._plan_position = _PlanPosition((self.epoch, self.view), plan, 0, (0, 0), 0, 0)
+        return self._plan_position
 
 
 def _progress(given: Mapping[str, Any]) -> Progress:

@@ -43,7 +43,7 @@ def without(spans: Iterable[Span], removed: Iterable[Span]) -> Spans:
     return tuple((first, end) for first, end in found if first < end)
 
 
-class Line:
+class ConcatenatedSpans:
     """Spans laid end to end, out of which stretches are cut by their distance from the beginning."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
@@ -51,7 +51,7 @@ class Line:
         self._ends = list(itertools.accumulate(end - first for first, end in self.spans))
         self.size = self._ends[-1] if self._ends else 0
 
-    def cut(self, begin: int, count: int) -> Spans:
+    def select(self, begin: int, count: int) -> Spans:
         """Returns the spans of `count` positions, the first of which lies `begin` from the beginning."""
         found: list[Span] = []
         number = bisect.bisect_right(self._ends, begin)

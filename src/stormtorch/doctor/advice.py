@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stormtorch.doctor.examination import Examination, Link
+from stormtorch.doctor.examination import DirectedLink, Examination
 from stormtorch.doctor.verdict import LOSS_NOTE
 from stormtorch.telemetry.statistics import mean
 from stormtorch.theory import predict
@@ -50,7 +50,7 @@ class Advice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class PredictedCost:
     """Prediction of a training's communication. Nothing of it was measured but the network."""
 
     parameters: int
@@ -75,7 +75,7 @@ class Cost:
         return asdict(self)
 
 
-def advise(found: Examination, cost: Cost | None = None) -> Advice:
+def advise(found: Examination, cost: PredictedCost | None = None) -> Advice:
     """Settings for a network, by what was measured."""
     links = _usable(found)
     if not links:
@@ -86,7 +86,7 @@ def advise(found: Examination, cost: Cost | None = None) -> Advice:
         if link.path_bytes and link.path_bytes < min(found.ranks[each].mtu for each in (link.source, link.target))
     ]
     # Whatever is under way in a round trip must not wait for the receiver's word.
-    under_way = max((link.line_bits / 8 * (link.round_trip_s or 0.0) for link in links), default=0.0)
+    under_way = max((link.bottleneck_bits / 8 * (link.round_trip_s or 0.0) for link in links), default=0.0)
     slowest = max((link.round_trip_s or 0.0 for link in links), default=0.0)
     longest_run = max((link.burst for link in links if link.loss >= LOSS_NOTE), default=1.0)
     silence = max(100 * slowest, 0.02 * longest_run * USUAL_SILENCE_S)
@@ -101,7 +101,9 @@ def advise(found: Examination, cost: Cost | None = None) -> Advice:
     )
 
 
-def predict_cost(found: Examination, parameters: int, ranks: int | None = None, wire: str = "float32") -> Cost | None:
+def predict_cost(
+    found: Examination, parameters: int, ranks: int | None = None, wire: str = "float32"
+) -> PredictedCost | None:
     """Predicts the communication of a training on this network; None if too little was measured.
 
     Each rank sends and receives 2 (n-1)/n of the model in a step. The reliable ideal is a ring, as gloo's: all of that
@@ -120,21 +122,21 @@ def predict_cost(found: Examination, parameters: int, ranks: int | None = None, 
     trips = [link.round_trip_s for link in links if link.round_trip_s is not None]
     round_trip = max(trips, default=0.0)
     moved = 2 * (ranks - 1) / ranks * parameters * (_FLOAT_BYTES if wire == "float32" else 2)
-    rates = {(link.source, link.target): link.line_bits for link in links}
-    line = _slowest_line(rates)
+    rates = {(link.source, link.target): link.bottleneck_bits for link in links}
+    line = _bottleneck_rate(rates)
     everyone = sorted(found.ranks)
     ring = [rates[pair] for pair in zip(everyone, everyone[1:] + everyone[:1], strict=True) if pair in rates]
     # Of other numbers of ranks, only the hosts' lines are known.
     same = ranks == len(everyone)
     ring_bits = min([line, *(ring if same else [])])
     once = max(moved * 8 / line, moved / (ranks - 1) * 8 / min(rates.values()) if same else 0.0)
-    slowest = min(links, key=lambda link: link.line_bits)
-    return Cost(
+    slowest = min(links, key=lambda link: link.bottleneck_bits)
+    return PredictedCost(
         parameters=parameters,
         ranks=ranks,
         wire=wire,
         loss=loss,
-        rate_bits=slowest.line_bits,
+        rate_bits=slowest.bottleneck_bits,
         rate_is_limit=slowest.limited,
         round_trip_s=round_trip,
         reliable_s=moved * 8 / ring_bits / (1.0 - loss) + (ranks - 1) * round_trip,
@@ -143,7 +145,7 @@ def predict_cost(found: Examination, parameters: int, ranks: int | None = None, 
     )
 
 
-def _slowest_line(rates: dict[tuple[int, int], float]) -> float:
+def _bottleneck_rate(rates: dict[tuple[int, int], float]) -> float:
     """Rate of the slowest host's line, in the direction in which it is slower: what its best link carries."""
     best: dict[tuple[int, str], float] = {}
     for (source, target), bits in rates.items():
@@ -152,9 +154,9 @@ def _slowest_line(rates: dict[tuple[int, int], float]) -> float:
     return min(best.values())
 
 
-def _usable(found: Examination) -> list[Link]:
+def _usable(found: Examination) -> list[DirectedLink]:
     """Links over which something comes: whoever trains must first repair the others, or do without them."""
-    return [link for link in found.links.values() if link.heard]
+    return [link for link in found.links.values() if link.received]
 
 
 def _rounded(size: float) -> int:

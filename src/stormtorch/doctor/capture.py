@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stormtorch.doctor.examination import Examination, Link
+from stormtorch.doctor.examination import DirectedLink, Examination
 
 # Below that, the lab's own bridge is slower, and a delay would need another kind of network.
 _LEAST_DELAY_S = 0.001
@@ -26,9 +26,9 @@ def write_links(found: Examination, path: Path) -> None:
     path.write_text(f'{{"links": [\n  {entries}]{lines}}}\n', encoding="utf-8")
 
 
-def _link(link: Link) -> dict[str, Any]:
+def _link(link: DirectedLink) -> dict[str, Any]:
     entry: dict[str, Any] = {"from": link.source, "to": link.target}
-    if not link.heard:
+    if not link.received:
         entry["loss"] = 1.0
     elif link.sent < _FEWEST_DIGITS or link.overflowed_steady or "1" not in link.lost:
         # Losses of a full buffer are the host's, not the link's: keep the rate alone.
@@ -49,7 +49,7 @@ def _host(found: Examination, rank: int) -> dict[str, Any]:
     }
     for way, links in own.items():
         if links and all(link.limited for link in links):
-            line[way] = f"{max(link.line_bits for link in links) / 1e6:.3f}mbit"
+            line[way] = f"{max(link.bottleneck_bits for link in links) / 1e6:.3f}mbit"
     paths = [link.path_bytes for links in own.values() for link in links if link.path_bytes]
     if paths and max(paths) < min(found.ranks[rank].mtu, 1500):
         line["mtu"] = max(max(paths), 576)

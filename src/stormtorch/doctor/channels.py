@@ -19,13 +19,13 @@ MARK = "stormtorch-doctor "
 """Beginning of the lines that are answers: a host may print others, such as a greeting."""
 _MOST_LINE = 1 << 20
 _MOST_KEPT_LINES = 20
-_LOOK_S = 0.01
+_POLL_S = 0.01
 # A rank may wait for its next order while all others come, and while others answer: beyond that, this long.
 _SPARE_S = 60.0
-_PARTING_S = 1.0
+_EXIT_GRACE_S = 1.0
 
 
-class RankLost(RuntimeError):
+class WorkerLost(RuntimeError):
     """Raised when a rank ends, or does not answer; the message says why."""
 
 
@@ -36,11 +36,11 @@ class Channel(Protocol):
         """Sends an order."""
         ...
 
-    def answer(self, give_up_at: float) -> dict[str, Any]:
+    def answer(self, deadline: float) -> dict[str, Any]:
         """Waits for the answer, until a moment of `time.monotonic`.
 
         Raises:
-            RankLost: The rank has ended, or the answer has not come in time.
+            WorkerLost: The rank has ended, or the answer has not come in time.
         """
         ...
 
@@ -80,18 +80,18 @@ class PipeChannel:
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
-    def answer(self, give_up_at: float) -> dict[str, Any]:
+    def answer(self, deadline: float) -> dict[str, Any]:
         """Waits for the answer."""
         while True:
             try:
-                line = self._lines.get(timeout=max(give_up_at - time.monotonic(), 0.001))
+                line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.001))
             except queue.Empty:
-                raise RankLost("it does not answer") from None
+                raise WorkerLost("it does not answer") from None
             if line is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(5.0)
                 self._readers[1].join(1.0)
-                raise RankLost(f"it ended with status {self.process.poll()}")
+                raise WorkerLost(f"it ended with status {self.process.poll()}")
             return _parsed(line)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class PipeChannel:
                     del self.errors[:-_MOST_KEPT_LINES]
 
 
-class PipeOrders:
+class PipeWorkerChannel:
     """The rank's side: orders on the standard input, answers on the standard output.
 
     A thread reads the orders, so that a rank ends soon after its director, however that has ended and whatever the rank
@@ -142,11 +142,11 @@ class PipeOrders:
         return self._orders.get()
 
     def _read(self) -> None:
-        with contextlib.suppress(RankLost, ValueError):
+        with contextlib.suppress(WorkerLost, ValueError):
             while line := sys.stdin.readline(_MOST_LINE):
                 self._orders.put(_parsed(line))
         self._orders.put(None)
-        time.sleep(_PARTING_S)
+        time.sleep(_EXIT_GRACE_S)
         os._exit(1)
 
     def answer(self, message: dict[str, Any]) -> None:
@@ -170,11 +170,11 @@ class StoreChannel:
         self._store.set(f"order/{self._rank}/{self._orders}", json.dumps(message))
         self._orders += 1
 
-    def answer(self, give_up_at: float) -> dict[str, Any]:
+    def answer(self, deadline: float) -> dict[str, Any]:
         """Looks for the answer until it is there."""
-        found = _look(self._store, f"answer/{self._rank}/{self._answers}", give_up_at)
+        found = _poll(self._store, f"answer/{self._rank}/{self._answers}", deadline)
         if found is None:
-            raise RankLost("it does not answer")
+            raise WorkerLost("it does not answer")
         self._answers += 1
         return found
 
@@ -182,26 +182,26 @@ class StoreChannel:
         """Does nothing: the rank has been told to end."""
 
 
-class StoreOrders:
+class StoreWorkerChannel:
     """The rank's side of a store.
 
     Args:
         store: The store.
         rank: This rank.
-        pause_s: Longest time between two orders of a director that lives: see `director.longest_pause_s`.
+        request_gap_s: Longest time between two orders of a director that lives: see `director.longest_pause_s`.
     """
 
-    def __init__(self, store: Any, rank: int, pause_s: float) -> None:
-        self._store, self._rank, self._pause_s = store, rank, pause_s
+    def __init__(self, store: Any, rank: int, request_gap_s: float) -> None:
+        self._store, self._rank, self._pause_s = store, rank, request_gap_s
         self._orders = self._answers = 0
 
     def receive(self) -> dict[str, Any] | None:
         """Looks for the next order; None when the store has gone, or no director that lives would wait so long."""
         try:
-            found = _look(
+            found = _poll(
                 self._store, f"order/{self._rank}/{self._orders}", time.monotonic() + self._pause_s + _SPARE_S
             )
-        except RankLost:
+        except WorkerLost:
             return None
         self._orders += 1
         return found
@@ -213,25 +213,25 @@ class StoreOrders:
         self._answers += 1
 
 
-def _look(store: Any, key: str, give_up_at: float) -> dict[str, Any] | None:
+def _poll(store: Any, key: str, deadline: float) -> dict[str, Any] | None:
     # By looking again and again, not by waiting in the store: a waiting call would keep other threads out.
-    pause = _LOOK_S
+    pause = _POLL_S
     try:
         while not store.check([key]):
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > deadline:
                 return None
             time.sleep(pause)
             pause = min(1.2 * pause, 0.1)
         return _parsed(store.get(key).decode())
     except RuntimeError as error:
-        raise RankLost(f"the store has gone: {str(error).splitlines()[0]}") from error
+        raise WorkerLost(f"the store has gone: {str(error).splitlines()[0]}") from error
 
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
         message = json.loads(text)
     except ValueError as error:
-        raise RankLost("it answers what is no JSON") from error
+        raise WorkerLost("it answers what is no JSON") from error
     if not isinstance(message, dict):
-        raise RankLost("it answers what is no object")
+        raise WorkerLost("it answers what is no object")
     return message

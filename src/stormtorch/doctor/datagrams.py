@@ -29,11 +29,11 @@ class Kind(IntEnum):
 
     TRAIN = 0
     """One of a train, which the receiver counts."""
-    ASK_ECHO = 1
-    ECHO = 2
-    ASK_TALLY = 3
+    ECHO_REQUEST = 1
+    ECHO_REPLY = 2
+    TALLY_REQUEST = 3
     """Asks what has arrived of a train."""
-    TALLY = 4
+    TALLY_REPLY = 4
 
 
 class Header(NamedTuple):

@@ -15,7 +15,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class Diagnosis:
     """One thing that was looked at."""
 
     subject: str
@@ -34,7 +34,7 @@ class Finding:
         return {**asdict(self), "level": self.level.value, "ranks": list(self.ranks)}
 
 
-def worst(findings: Iterable[Finding]) -> Level:
+def worst(diagnoses: Iterable[Diagnosis]) -> Level:
     """Highest level of some findings."""
     order = list(Level)
-    return max((each.level for each in findings), key=order.index, default=Level.OK)
+    return max((each.level for each in diagnoses), key=order.index, default=Level.OK)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stormtorch.doctor.channels import Channel, RankLost
+from stormtorch.doctor.channels import Channel, WorkerLost
 from stormtorch.doctor.datagrams import COOKIE_BYTES
-from stormtorch.doctor.examination import Examination, Link, Rank
+from stormtorch.doctor.examination import DirectedLink, Examination, Rank
 from stormtorch.telemetry.progress import Advance
 
 _ROUND_S, _LEAST_ROUND_S, _MOST_S = 5.5, 1.0, 60.0
@@ -17,7 +17,7 @@ _GRACE_S = 15.0
 Pair = tuple[int, int]
 
 
-def tournament(ranks: Sequence[int]) -> list[list[Pair]]:
+def round_robin(ranks: Sequence[int]) -> list[list[Pair]]:
     """Rounds in which every pair meets once, and no rank is in two pairs of a round: no line carries two tests."""
     players: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
     rounds = []
@@ -36,7 +36,7 @@ def round_seconds(ranks: int, seconds: float | None) -> float:
     return max(total / rounds, _LEAST_ROUND_S)
 
 
-def longest_pause_s(wait_s: float, seconds: float | None, ranks: int) -> float:
+def longest_request_gap_s(wait_s: float, seconds: float | None, ranks: int) -> float:
     """Longest time for which a rank may wait for its next order: while the others come, or while a round of which it
     has no part ends, with all the time that the ranks of that round may need.
 
@@ -62,7 +62,7 @@ class Director:
     ) -> None:
         self._channels, self._explain = channels, explain
         self._missing: dict[int, str] = {}
-        self._links: dict[Pair, Link] = {}
+        self._links: dict[Pair, DirectedLink] = {}
         self._ranks: dict[int, Rank] = {}
 
     @property
@@ -70,21 +70,21 @@ class Director:
         """Ranks that have come and are not lost."""
         return sorted(self._ranks.keys() - self._missing.keys())
 
-    def meet(self, wait_s: float) -> Examination:
+    def rendezvous(self, wait_s: float) -> Examination:
         """Waits until all ranks have come, or so many seconds; returns who came, with nothing measured."""
-        give_up_at = time.monotonic() + wait_s
+        deadline = time.monotonic() + wait_s
 
-        def greet(rank: int) -> None:
+        def receive_self_report(rank: int) -> None:
             try:
-                card = self._channels[rank].answer(give_up_at)
+                card = self._channels[rank].answer(deadline)
                 if "failed" in card:
                     self._missing[rank] = f"{card.get('host', f'rank {rank}')} {card['failed']}"
                     return
                 self._ranks[rank] = _rank(rank, card)
-            except RankLost as error:
+            except WorkerLost as error:
                 self._missing[rank] = self._explain(rank, _waited(str(error), wait_s))
 
-        _at_once([lambda rank=rank: greet(rank) for rank in self._channels])  # type: ignore[misc]
+        _at_once([lambda rank=rank: receive_self_report(rank) for rank in self._channels])  # type: ignore[misc]
         return self._examination(0.0)
 
     def examine(self, seconds: float | None, advance: Advance) -> Examination:
@@ -96,7 +96,7 @@ class Director:
         for rank in present:
             self._channels[rank].order({"order": "begin", "cookie": cookie, "world": world})
         each_s = round_seconds(len(present), seconds)
-        rounds = tournament(present)
+        rounds = round_robin(present)
         for number, pairs in enumerate(rounds):
             advance(f"round {number + 1} of {len(rounds)}: {_pairs_text(pairs)}", number)
             _at_once([lambda pair=pair: self._measure(pair, each_s) for pair in pairs])  # type: ignore[misc]
@@ -123,32 +123,32 @@ class Director:
             return
         first, second = pair
         directions = [(first, second), (second, first)]
-        asked = self._answers(
+        result = self._answers(
             {a: {"order": "ask", "peer": self._peer(b), "seconds": seconds} for a, b in directions}, seconds
         )
         # The last datagrams may still be under way.
-        longest = max((max(each["round_trips_s"], default=0.0) for each in asked.values()), default=0.0)
+        longest = max((max(each["round_trips_s"], default=0.0) for each in result.values()), default=0.0)
         time.sleep(min(0.1 + longest, 1.0))
         orders = {
-            b: {"order": "report", "peer": a, "train": asked[a]["train"], "sent": asked[a]["sent"]}
+            b: {"order": "report", "peer": a, "train": result[a]["train"], "sent": result[a]["sent"]}
             for a, b in directions
-            if a in asked and b not in self._missing
+            if a in result and b not in self._missing
         }
         reports = self._answers(orders, 0.0)
         for a, b in directions:
-            if a in asked and b in reports:
-                self._links[a, b] = _link(a, b, asked[a], reports[b])
+            if a in result and b in reports:
+                self._links[a, b] = _link(a, b, result[a], reports[b])
 
     def _answers(self, orders: Mapping[int, dict[str, Any]], seconds: float) -> dict[int, dict[str, Any]]:
         """Gives orders at once and waits for all answers; a rank that does not answer is missing from then on."""
         for rank, order in orders.items():
             self._channels[rank].order(order)
-        give_up_at = time.monotonic() + seconds + _GRACE_S
+        deadline = time.monotonic() + seconds + _GRACE_S
         answers = {}
         for rank in orders:
             try:
-                answers[rank] = self._channels[rank].answer(give_up_at)
-            except RankLost as error:
+                answers[rank] = self._channels[rank].answer(deadline)
+            except WorkerLost as error:
                 self._missing[rank] = self._explain(rank, f"was lost during the examination: {error}")
         return answers
 
@@ -157,23 +157,23 @@ class Director:
         return {"rank": rank, "host": found.address, "port": found.port, "tcp_port": found.tcp_port}
 
 
-def _link(source: int, target: int, asked: dict[str, Any], report: dict[str, Any]) -> Link:
-    return Link(
+def _link(source: int, target: int, result: dict[str, Any], report: dict[str, Any]) -> DirectedLink:
+    return DirectedLink(
         source=source,
         target=target,
-        heard=bool(report["heard"]),
-        tcp=bool(asked["tcp"]),
+        received=bool(report["heard"]),
+        tcp=bool(result["tcp"]),
         lost=str(report["lost"]),
         overflowed=int(report["overflowed"]),
         overflowed_steady=int(report["overflowed_steady"]),
         duplicates=int(report["duplicates"]),
         reordered=int(report["reordered"]),
-        round_trips_s=tuple(asked["round_trips_s"]),
-        clock_ahead_s=asked["clock_ahead_s"],
-        seen=str(asked["seen"]),
-        path_bytes=int(asked["path_bytes"]),
-        rate_bits=float(asked["rate_bits"]),
-        sent_bits=float(asked["sent_bits"]),
+        round_trips_s=tuple(result["round_trips_s"]),
+        clock_ahead_s=result["clock_ahead_s"],
+        seen=str(result["seen"]),
+        path_bytes=int(result["path_bytes"]),
+        rate_bits=float(result["rate_bits"]),
+        sent_bits=float(result["sent_bits"]),
     )
 
 
@@ -182,7 +182,7 @@ def _rank(rank: int, card: dict[str, Any]) -> Rank:
     try:
         return Rank(**{**known, "rank": rank})
     except TypeError as error:
-        raise RankLost(f"its stormtorch speaks another way ({error}): is it the same version?") from error
+        raise WorkerLost(f"its stormtorch speaks another way ({error}): is it the same version?") from error
 
 
 def _waited(why: str, wait_s: float) -> str:

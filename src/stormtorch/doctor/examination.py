@@ -31,12 +31,12 @@ class Rank:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class DirectedLink:
     """One direction between two ranks."""
 
     source: int
     target: int
-    heard: bool
+    received: bool
     """Whether any datagram came through."""
     tcp: bool
     """Whether the source could connect to the target by TCP."""
@@ -69,7 +69,7 @@ class Link:
     def loss(self) -> float:
         """Fraction of the steady train that the network lost; what a full buffer of the target lost is not counted."""
         if not self.sent:
-            return 0.0 if self.heard else 1.0
+            return 0.0 if self.received else 1.0
         return max(self.lost.count("1") - self.overflowed_steady, 0) / self.sent
 
     @property
@@ -95,21 +95,21 @@ class Link:
         return mean(steps) if steps else None
 
     @property
-    def line_bits(self) -> float:
+    def bottleneck_bits(self) -> float:
         """Rate, if nothing had been lost by chance; a train that arrives with gaps takes as long as without."""
         return self.rate_bits / (1.0 - min(self.loss, 0.9))
 
     @property
     def limited(self) -> bool:
         """Whether the network limited the rate; otherwise an end did, and the line may carry more."""
-        return not self.overflowed and 0.0 < self.line_bits < _KEPT_UP * self.sent_bits
+        return not self.overflowed and 0.0 < self.bottleneck_bits < _KEPT_UP * self.sent_bits
 
     def to_json(self) -> dict[str, Any]:
         """Measurements as plain data, with units in the names."""
         return {
             "from": self.source,
             "to": self.target,
-            "udp": self.heard,
+            "udp": self.received,
             "tcp": self.tcp,
             "sent": self.sent,
             "loss": self.loss,
@@ -121,7 +121,7 @@ class Link:
             "round_trip_99_s": self.slow_round_trip_s,
             "jitter_s": self.jitter_s,
             "clock_ahead_s": self.clock_ahead_s,
-            "rate_bits_per_s": self.line_bits or None,
+            "rate_bits_per_s": self.bottleneck_bits or None,
             "rate_is_limit": self.limited,
             "path_mtu": self.path_bytes or None,
             "seen_as": self.seen or None,
@@ -137,7 +137,7 @@ class Examination:
     """Ranks that came."""
     missing: Mapping[int, str] = field(default_factory=dict)
     """Ranks that did not come, or were lost, and why."""
-    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    links: Mapping[tuple[int, int], DirectedLink] = field(default_factory=dict)
     seconds: float = 0.0
 
     def name(self, rank: int) -> str:

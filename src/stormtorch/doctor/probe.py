@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stormtorch.doctor.datagrams import ECHO_BYTES, HEADER_BYTES, TALLY_BYTES, Header, Kind, Tally, pack
-from stormtorch.doctor.receiver import MOST_IN_TRAIN, Arrival, Receiver
+from stormtorch.doctor.receiver import MOST_IN_TRAIN, Receiver, Reply
 from stormtorch.doctor.sockets import family_of, granted, header_bytes, socket_address
 
-GREETING = b"stormtorch doctor\n"
+TCP_BANNER = b"stormtorch doctor\n"
 """Bytes with which a rank greets whoever connects by TCP."""
 _ECHOES = 40
 _ECHO_SHARE, _FIRST_SHARE, _SECOND_SHARE, _LOSS_SHARE = 0.16, 0.17, 0.17, 0.42
@@ -53,7 +53,7 @@ class Peer:
 
 
 @dataclass
-class Asked:
+class ProbeResult:
     """What a rank found out about the way to a peer, by itself."""
 
     echoes: int = 0
@@ -98,42 +98,42 @@ class Prober:
         self._socket, self._receiver, self._cookie, self._rank, self._mtu = opened, receiver, cookie, rank, mtu
         self._trains = 0
 
-    def ask(self, peer: Peer, seconds: float) -> Asked:
+    def probe(self, peer: Peer, seconds: float) -> ProbeResult:
         """Measures all that this rank can know about the way to a peer, in about so many seconds."""
         begin = time.monotonic()
-        asked = Asked()
+        result = ProbeResult()
         self._receiver.forget_others(peer.rank)
-        tcp = threading.Thread(target=_try_tcp, args=(peer, min(_TCP_WAIT_S, seconds), asked), daemon=True)
+        tcp = threading.Thread(target=_try_tcp, args=(peer, min(_TCP_WAIT_S, seconds), result), daemon=True)
         tcp.start()
         target = socket_address(peer.host, peer.port)
-        self._echo(peer.rank, target, _ECHO_SHARE * seconds, asked)
-        if asked.round_trips_s:
-            slots = [lambda: self._find_rate(target, peer, asked), lambda: self._find_path(target, peer, asked)]
+        self._echo(peer.rank, target, _ECHO_SHARE * seconds, result)
+        if result.round_trips_s:
+            slots = [lambda: self._find_rate(target, peer, result), lambda: self._find_path(target, peer, result)]
             if self._rank > peer.rank:
                 slots.reverse()
             slots[0]()
             _sleep_until(begin + (_ECHO_SHARE + _FIRST_SHARE) * seconds)
             slots[1]()
         _sleep_until(begin + (_ECHO_SHARE + _FIRST_SHARE + _SECOND_SHARE) * seconds)
-        self._send_steadily(target, peer, _LOSS_SHARE * seconds, asked)
+        self._send_steadily(target, peer, _LOSS_SHARE * seconds, result)
         tcp.join(max(begin + max(seconds, _TCP_WAIT_S) - time.monotonic(), 0.0))
-        asked.seconds = time.monotonic() - begin
-        return asked
+        result.seconds = time.monotonic() - begin
+        return result
 
     # --- round trips --------------------------------------------------------------------------------------------------
 
-    def _echo(self, peer: int, target: tuple[object, ...], seconds: float, asked: Asked) -> None:
+    def _echo(self, peer: int, target: tuple[object, ...], seconds: float, result: ProbeResult) -> None:
         train = self._next_train()
         begin = time.monotonic()
         quickest = float("inf")
         found: dict[int, float] = {}
         for number in range(_ECHOES):
             _sleep_until(begin + 0.8 * seconds * number / _ECHOES)
-            header = Header(Kind.ASK_ECHO, self._rank, train, number, time.time_ns())
+            header = Header(Kind.ECHO_REQUEST, self._rank, train, number, time.time_ns())
             self._send(pack(self._cookie, header, size=ECHO_BYTES), target)
-            asked.echoes += 1
-        give_up_at = begin + seconds
-        while len(found) < _ECHOES and (answer := self._answer(peer, train, give_up_at)) is not None:
+            result.echoes += 1
+        deadline = begin + seconds
+        while len(found) < _ECHOES and (answer := self._answer(peer, train, deadline)) is not None:
             echo = answer.body
             if isinstance(echo, Tally) or answer.header.number in found:
                 continue
@@ -142,15 +142,15 @@ class Prober:
             back_ns = answer.time_ns - echo.answered_ns
             trip = max(there_ns + back_ns, 1) / 1e9
             found[answer.header.number] = trip
-            asked.seen = echo.seen
+            result.seen = echo.seen
             if trip < quickest:
                 quickest = trip
-                asked.clock_ahead_s = (there_ns - back_ns) / 2e9
-        asked.round_trips_s = [found[number] for number in sorted(found)]
+                result.clock_ahead_s = (there_ns - back_ns) / 2e9
+        result.round_trips_s = [found[number] for number in sorted(found)]
 
     # --- path MTU -----------------------------------------------------------------------------------------------------
 
-    def _find_path(self, target: tuple[object, ...], peer: Peer, asked: Asked) -> None:
+    def _find_path(self, target: tuple[object, ...], peer: Peer, result: ProbeResult) -> None:
         """Narrows down the largest datagram that arrives, by a few sizes at a time."""
         headers = header_bytes(peer.host)
         top = self._mtu - headers
@@ -170,7 +170,7 @@ class Prober:
             step = max((high - low) // 9, 1)
             # The top once more: its copies may all have been lost by chance.
             sizes = [top, *range(high - 1, low, -step)][:12]
-        asked.path_bytes = low + headers if low else 0
+        result.path_bytes = low + headers if low else 0
 
     def _try_sizes(self, target: tuple[object, ...], peer: Peer, sizes: list[int], top: int) -> int | None:
         train = self._next_train()
@@ -187,11 +187,11 @@ class Prober:
 
     # --- rate ---------------------------------------------------------------------------------------------------------
 
-    def _find_rate(self, target: tuple[object, ...], peer: Peer, asked: Asked) -> None:
+    def _find_rate(self, target: tuple[object, ...], peer: Peer, result: ProbeResult) -> None:
         """Sends trains at once, the second as long as the first one says that the line can take."""
         size = min(self._mtu - header_bytes(peer.host), 1472)
-        if asked.path_bytes:
-            size = min(size, asked.path_bytes - header_bytes(peer.host))
+        if result.path_bytes:
+            size = min(size, result.path_bytes - header_bytes(peer.host))
         # More than the send buffer holds would make this rank wait, and look as if it were the slow part.
         most = min(_MOST_RATE_TRAIN, max(granted(self._socket).send * 2 // _CHARGED_BYTES, _FIRST_RATE_TRAIN))
         count = _FIRST_RATE_TRAIN
@@ -206,7 +206,7 @@ class Prober:
                 size = 548
                 continue
             wire = (size + header_bytes(peer.host) + _ETHERNET_BYTES) / size
-            asked.rate_bits, asked.sent_bits = 8 * wire * tally.bytes_per_s, 8 * wire * tally.sent_per_s
+            result.rate_bits, result.sent_bits = 8 * wire * tally.bytes_per_s, 8 * wire * tally.sent_per_s
             needed = min(int(tally.bytes_per_s * _RATE_TRAIN_S / size), most)
             if needed <= 2 * count:
                 return
@@ -221,22 +221,22 @@ class Prober:
 
     # --- losses -------------------------------------------------------------------------------------------------------
 
-    def _send_steadily(self, target: tuple[object, ...], peer: Peer, seconds: float, asked: Asked) -> None:
+    def _send_steadily(self, target: tuple[object, ...], peer: Peer, seconds: float, result: ProbeResult) -> None:
         """Sends a train that the line can surely take; if nothing is known about the line, a slow one.
 
         A busy machine may hold the sender up, and so gets up to twice the time.
         """
-        if asked.rate_bits:
+        if result.rate_bits:
             per_s, size = _LOSS_PER_S, _LOSS_BYTES
-            if asked.path_bytes:
-                size = min(size, asked.path_bytes - header_bytes(peer.host))
-            share = _LOSS_RATE_SHARE * asked.rate_bits / 8
+            if result.path_bytes:
+                size = min(size, result.path_bytes - header_bytes(peer.host))
+            share = _LOSS_RATE_SHARE * result.rate_bits / 8
             overhead = header_bytes(peer.host) + _ETHERNET_BYTES
             size = max(min(size, int(share / per_s) - overhead), 2 * HEADER_BYTES)
             per_s = min(per_s, max(share / (size + overhead), 20.0))
         else:
             per_s, size = _BLIND_PER_S, _BLIND_BYTES
-        asked.train = train = self._next_train()
+        result.train = train = self._next_train()
         begin = time.monotonic()
         number, end_at = 0, begin + seconds
         fewest = min(_FEWEST_STEADY, int(seconds * per_s))
@@ -251,24 +251,24 @@ class Prober:
                 self._send(pack(self._cookie, header, size=size), target)
                 number += 1
             time.sleep(0.0005 if number / per_s < now - begin else min(1 / per_s, 0.01))
-        asked.sent = number
+        result.sent = number
 
     # --- datagrams ----------------------------------------------------------------------------------------------------
 
     def _tally(self, target: tuple[object, ...], peer: Peer, train: int) -> Tally | None:
         for number in range(_TALLY_TRIES):
-            header = Header(Kind.ASK_TALLY, self._rank, train, number, 0)
+            header = Header(Kind.TALLY_REQUEST, self._rank, train, number, 0)
             self._send(pack(self._cookie, header, size=TALLY_BYTES), target)
             answer = self._answer(peer.rank, train, time.monotonic() + _TALLY_WAIT_S)
             if answer is not None and isinstance(answer.body, Tally):
                 return answer.body
         return None
 
-    def _answer(self, peer: int, train: int, give_up_at: float) -> Arrival | None:
+    def _answer(self, peer: int, train: int, deadline: float) -> Reply | None:
         """Next answer of a peer about a train; None if none comes in time. Late answers about others are dropped."""
         with contextlib.suppress(queue.Empty):
             while True:
-                answer = self._receiver.answers.get(timeout=max(give_up_at - time.monotonic(), 0.001))
+                answer = self._receiver.answers.get(timeout=max(deadline - time.monotonic(), 0.001))
                 if (answer.header.source, answer.header.train) == (peer, train):
                     return answer
         return None
@@ -283,11 +283,11 @@ class Prober:
             self._socket.sendto(datagram, target)
 
 
-def _try_tcp(peer: Peer, seconds: float, asked: Asked) -> None:
+def _try_tcp(peer: Peer, seconds: float, result: ProbeResult) -> None:
     with contextlib.suppress(OSError), socket.socket(family_of(peer.host), socket.SOCK_STREAM) as connection:
         connection.settimeout(seconds)
         connection.connect(socket_address(peer.host, peer.tcp_port))
-        asked.tcp = connection.recv(len(GREETING)) == GREETING
+        result.tcp = connection.recv(len(TCP_BANNER)) == TCP_BANNER
 
 
 def _sleep_until(moment: float) -> None:

@@ -33,7 +33,7 @@ _TIMESPEC = struct.Struct("=qq")
 _SLICE_S = 0.2
 
 
-class Arrival(NamedTuple):
+class Reply(NamedTuple):
     """Answer that came to this rank."""
 
     header: Header
@@ -111,10 +111,10 @@ class Receiver:
     def __init__(self, opened: socket.socket, cookie: bytes, rank: int, world: int) -> None:
         self._socket, self._cookie, self._rank, self._world = opened, cookie, rank, world
         self._trains: dict[tuple[int, int], Train] = {}
-        self._heard: set[int] = set()
-        self.answers: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._received: set[int] = set()
+        self.answers: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         """Answers to what this rank asked; whoever asks takes them out."""
-        self.strangers = 0
+        self.unknown_senders = 0
         """Datagrams that belong to no rank of this examination."""
         self._ending = threading.Event()
         opened.settimeout(_SLICE_S)
@@ -126,9 +126,9 @@ class Receiver:
         self._ending.set()
         self._thread.join(5 * _SLICE_S)
 
-    def heard(self, peer: int) -> bool:
+    def received(self, peer: int) -> bool:
         """Whether any datagram of a peer has come."""
-        return peer in self._heard
+        return peer in self._received
 
     def train(self, peer: int, number: int) -> Train:
         """What has come of a peer's train."""
@@ -145,7 +145,7 @@ class Receiver:
     def _read(self) -> None:
         while not self._ending.is_set():
             try:
-                datagram, notes, _, source = self._socket.recvmsg(65536, 128)
+                datagram, ancillary, _, source = self._socket.recvmsg(65536, 128)
             except TimeoutError:
                 continue
             except OSError:
@@ -154,13 +154,13 @@ class Receiver:
                 continue  # an answer of the network to something this rank sent, such as "unreachable"
             header = unpack(self._cookie, datagram)
             if header is None or header.source >= self._world or header.source == self._rank:
-                self.strangers += 1
+                self.unknown_senders += 1
                 continue
-            self._heard.add(header.source)
+            self._received.add(header.source)
             with contextlib.suppress(OSError):  # an answer that cannot be sent is a lost one
-                self._take(header, datagram, _arrival_ns(notes), source)
+                self._dispatch(header, datagram, _arrival_ns(ancillary), source)
 
-    def _take(self, header: Header, datagram: bytes, time_ns: int, source: tuple[object, ...]) -> None:
+    def _dispatch(self, header: Header, datagram: bytes, time_ns: int, source: tuple[object, ...]) -> None:
         place = header.source, header.train
         if header.kind is Kind.TRAIN:
             if place not in self._trains and len(self._trains) >= _MOST_TRAINS:
@@ -168,26 +168,26 @@ class Receiver:
             if place not in self._trains:
                 self._trains[place] = Train(dropped_before=dropped(self._socket))
             self._trains[place].add(header.number, len(datagram), time_ns, header.time_ns)
-        elif header.kind is Kind.ASK_ECHO and len(datagram) >= ECHO_BYTES:
-            answer = header._replace(kind=Kind.ECHO, source=self._rank)
+        elif header.kind is Kind.ECHO_REQUEST and len(datagram) >= ECHO_BYTES:
+            answer = header._replace(kind=Kind.ECHO_REPLY, source=self._rank)
             echo = Echo(time_ns, time.time_ns(), str(source[0]), int(str(source[1])))
             self._socket.sendto(pack(self._cookie, answer, echo_body(echo)), source)
-        elif header.kind is Kind.ASK_TALLY and len(datagram) >= TALLY_BYTES:
-            answer = header._replace(kind=Kind.TALLY, source=self._rank)
+        elif header.kind is Kind.TALLY_REQUEST and len(datagram) >= TALLY_BYTES:
+            answer = header._replace(kind=Kind.TALLY_REPLY, source=self._rank)
             body = tally_body(self._trains.get(place, Train()).tally())
             self._socket.sendto(pack(self._cookie, answer, body), source)
-        elif header.kind is Kind.ECHO and (echoed := read_echo(datagram)) is not None:
-            self._answer(Arrival(header, echoed, time_ns))
-        elif header.kind is Kind.TALLY and (tally := read_tally(datagram)) is not None:
-            self._answer(Arrival(header, tally, time_ns))
+        elif header.kind is Kind.ECHO_REPLY and (echoed := read_echo(datagram)) is not None:
+            self._answer(Reply(header, echoed, time_ns))
+        elif header.kind is Kind.TALLY_REPLY and (tally := read_tally(datagram)) is not None:
+            self._answer(Reply(header, tally, time_ns))
 
-    def _answer(self, arrival: Arrival) -> None:
+    def _answer(self, arrival: Reply) -> None:
         if self.answers.qsize() < MOST_IN_TRAIN:
             self.answers.put(arrival)
 
 
-def _arrival_ns(notes: list[tuple[int, int, bytes]]) -> int:
-    for level, kind, data in notes:
+def _arrival_ns(ancillary: list[tuple[int, int, bytes]]) -> int:
+    for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS and len(data) == _TIMESPEC.size:
             seconds, ns = _TIMESPEC.unpack(data)
             return int(seconds) * 1_000_000_000 + int(ns)

@@ -5,7 +5,7 @@ import socket
 import struct
 from typing import NamedTuple
 
-ASKED_BUFFER_BYTES = 8 << 20
+REQUESTED_BUFFER_BYTES = 8 << 20
 """Receive buffer that `Options` asks for unless told otherwise."""
 SEND_BUFFER_BYTES = 4 << 20
 MOST_PAYLOAD = 65507
@@ -28,7 +28,7 @@ class Buffers(NamedTuple):
     send: int
 
 
-def open_udp(host: str, port: int, receive_bytes: int = ASKED_BUFFER_BYTES) -> socket.socket:
+def open_udp(host: str, port: int, receive_bytes: int = REQUESTED_BUFFER_BYTES) -> socket.socket:
     """Opens a UDP socket whose datagrams carry the time of their arrival and are never fragmented.
 
     Raises:

@@ -13,10 +13,10 @@ from datetime import timedelta
 from typing import Any
 
 from stormtorch.checks import BadSetting
-from stormtorch.doctor.channels import PipeChannel, StoreChannel, StoreOrders
+from stormtorch.doctor.channels import PipeChannel, StoreChannel, StoreWorkerChannel
 from stormtorch.doctor.director import Director
-from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES
-from stormtorch.doctor.worker import Post, work
+from stormtorch.doctor.sockets import REQUESTED_BUFFER_BYTES
+from stormtorch.doctor.worker import WorkerSettings, run_worker
 
 DEFAULT_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 HERE = "localhost"
@@ -25,7 +25,7 @@ MOST_HOSTS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class HostLaunch:
     """How to start ranks on hosts."""
 
     hosts: Sequence[str]
@@ -35,7 +35,7 @@ class Start:
     """Python on the hosts."""
     interface: str | None = None
     port: int = 0
-    receive_buffer_bytes: int = ASKED_BUFFER_BYTES
+    receive_buffer_bytes: int = REQUESTED_BUFFER_BYTES
 
     def __post_init__(self) -> None:
         if not 2 <= len(self.hosts) <= MOST_HOSTS:
@@ -51,7 +51,7 @@ class Start:
                 raise BadSetting("hosts", f"must name each host once, got {host} twice")
 
 
-def on_hosts(start: Start) -> Director:
+def launch_on_hosts(start: HostLaunch) -> Director:
     """Starts a rank on each host.
 
     Raises:
@@ -72,13 +72,13 @@ def on_hosts(start: Start) -> Director:
     return Director(channels, explain)
 
 
-def _command(start: Start, rank: int, host: str) -> list[str]:
+def _command(start: HostLaunch, rank: int, host: str) -> list[str]:
     words = ["-m", "stormtorch", "doctor", "--rank", str(rank)]
     if start.interface is not None:
         words += ["--interface", start.interface]
     if start.port:
         words += ["--port", str(start.port)]
-    if start.receive_buffer_bytes != ASKED_BUFFER_BYTES:
+    if start.receive_buffer_bytes != REQUESTED_BUFFER_BYTES:
         words += ["--receive-buffer-bytes", str(start.receive_buffer_bytes)]
     if host == HERE:
         other = next(each for each in start.hosts if each != host).rpartition("@")[2]
@@ -86,7 +86,7 @@ def _command(start: Start, rank: int, host: str) -> list[str]:
     return [*shlex.split(start.ssh), host, shlex.join([start.python, *words])]
 
 
-def _explained(host: str, channel: PipeChannel, why: str, start: Start) -> str:
+def _explained(host: str, channel: PipeChannel, why: str, start: HostLaunch) -> str:
     """Says what is wrong with a host in one sentence, from what the command that reaches it has printed."""
     said = "\n".join(channel.errors)
     last = channel.errors[-1] if channel.errors else ""
@@ -112,7 +112,7 @@ def _explained(host: str, channel: PipeChannel, why: str, start: Start) -> str:
 
 
 @dataclass(frozen=True)
-class Launched:
+class LauncherEnvironment:
     """This process as torchrun, or another launcher with the same variables, has started it."""
 
     rank: int
@@ -124,7 +124,7 @@ class Launched:
     attempt: str
 
 
-def launched() -> Launched | None:
+def launcher_environment() -> LauncherEnvironment | None:
     """Reads the launcher's variables; None if this process was not started by one.
 
     Raises:
@@ -139,28 +139,28 @@ def launched() -> Launched | None:
     except ValueError:
         rank = world = port = -1
     if not (0 <= rank < world and 0 < port < 65536 and values["MASTER_ADDR"]):
-        told = ", ".join(f"{name}={value or 'unset'}" for name, value in values.items())
-        raise BadSetting("rank", f"is not clear: the launcher's variables make no sense together ({told})")
+        given = ", ".join(f"{name}={value or 'unset'}" for name, value in values.items())
+        raise BadSetting("rank", f"is not clear: the launcher's variables make no sense together ({given})")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Launched(rank, world, values["MASTER_ADDR"], port, agent, attempt)
+    return LauncherEnvironment(rank, world, values["MASTER_ADDR"], port, agent, attempt)
 
 
-def meet_in_store(here: Launched, wait_s: float) -> Any:
+def rendezvous_in_store(here: LauncherEnvironment, wait_s: float) -> Any:
     """Opens the store in which launched ranks meet.
 
     Raises:
         ConnectionError: It cannot be reached in time, or its port is taken.
     """
     serves = here.rank == 0 and not here.agent_store
-    give_up_at = time.monotonic() + wait_s
+    deadline = time.monotonic() + wait_s
     # torch writes a page of its own before it raises: look first whether anybody is there.
     while not serves:
         try:
-            socket.create_connection((here.master, here.port), timeout=max(give_up_at - time.monotonic(), 0.1)).close()
+            socket.create_connection((here.master, here.port), timeout=max(deadline - time.monotonic(), 0.1)).close()
             break
         except OSError as error:
-            if time.monotonic() > give_up_at - 0.2 or isinstance(error, socket.gaierror):
+            if time.monotonic() > deadline - 0.2 or isinstance(error, socket.gaierror):
                 raise ConnectionError(
                     f"rank {here.rank}: cannot reach the store at {here.master}:{here.port} (MASTER_ADDR and _PORT): "
                     f"{error.strerror or error}. Does rank 0 run, and does a firewall let TCP through?"
@@ -187,25 +187,27 @@ def meet_in_store(here: Launched, wait_s: float) -> Any:
     return PrefixStore(f"stormtorch-doctor/{here.attempt}", store)
 
 
-def take_part(store: Any, post: Post, pause_s: float) -> None:
+def run_launched_worker(store: Any, settings: WorkerSettings, request_gap_s: float) -> None:
     """Takes part as one of the launched ranks, until rank 0 lets it end, or orders nothing for longer than it may."""
-    work(StoreOrders(store, post.rank, pause_s), post)
+    run_worker(StoreWorkerChannel(store, settings.rank, request_gap_s), settings)
 
 
-def of_launched(store: Any, world: int, post: Post, pause_s: float) -> Director:
+def direct_launched(store: Any, world: int, settings: WorkerSettings, request_gap_s: float) -> Director:
     """Directs launched ranks from rank 0, which takes part, too."""
-    threading.Thread(target=take_part, args=(store, post, pause_s), daemon=True, name="rank 0").start()
+    threading.Thread(
+        target=run_launched_worker, args=(store, settings, request_gap_s), daemon=True, name="rank 0"
+    ).start()
     return Director({rank: StoreChannel(store, rank) for rank in range(world)}, lambda rank, why: f"rank {rank} {why}")
 
 
-def tell_outcome(store: Any, code: int, ranks: Sequence[int]) -> None:
+def publish_exit_code(store: Any, code: int, ranks: Sequence[int]) -> None:
     """Lets all launched ranks end with the same exit code, and waits for a while: the store may end with rank 0."""
     store.set("outcome", str(code))
     with contextlib.suppress(RuntimeError):
         store.wait([f"left/{rank}" for rank in ranks if rank != 0], timedelta(seconds=5))
 
 
-def outcome(store: Any, rank: int) -> int:
+def wait_for_exit_code(store: Any, rank: int) -> int:
     """Exit code that rank 0 has told; 1 if it has gone without one."""
     with contextlib.suppress(RuntimeError, ValueError):
         store.wait(["outcome"], timedelta(seconds=60))

@@ -9,9 +9,9 @@ import ipaddress
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from stormtorch.doctor.diagnosis import Finding, Level
-from stormtorch.doctor.examination import Examination, Link
-from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES
+from stormtorch.doctor.diagnosis import Diagnosis, Level
+from stormtorch.doctor.examination import DirectedLink, Examination
+from stormtorch.doctor.sockets import REQUESTED_BUFFER_BYTES
 from stormtorch.telemetry.statistics import median, percentile
 from stormtorch.telemetry.text import loss_text, rate_text, signed_time_text, size_text, time_text
 
@@ -24,7 +24,7 @@ _REORDERED, _DUPLICATED = 0.01, 0.001
 _SKEW_S = 0.5
 LEAST_BUFFER_BYTES = 128 << 10
 """Receive buffer below which a few peers that send at once overflow it."""
-Place = tuple[int, int]
+Direction = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _Culprit:
 
     ranks: tuple[int, ...]
     """One rank for a host, two for a link, none for the whole network."""
-    links: tuple[Place, ...]
+    links: tuple[Direction, ...]
     """Directions of links that it explains."""
     into: bool
     """Whether what comes into the host, or the first direction of a link, has the fault."""
@@ -52,10 +52,10 @@ class _Culprit:
         return word if len(self.ranks) < 2 else {"carry": "carries"}.get(word, f"{word}s")
 
 
-def examine(found: Examination) -> list[Finding]:
+def examine(found: Examination) -> list[Diagnosis]:
     """All findings about an examination, the gravest first."""
-    findings = [
-        Finding(
+    diagnoses = [
+        Diagnosis(
             subject="missing rank",
             level=Level.PROBLEM,
             text=f"{_capital(why)}.",
@@ -64,24 +64,24 @@ def examine(found: Examination) -> list[Finding]:
         )
         for rank, why in sorted(found.missing.items())
     ]
-    heard = {place: link for place, link in found.links.items() if link.heard}
-    findings += _silent(found)
-    findings += _lossy(found, heard)
-    findings += _narrow(found, heard)
-    findings += _slow(found, heard)
-    findings += _buffers(found)
-    findings += _translated(found)
-    findings += _versions(found)
-    findings += _disorder(found, heard)
-    findings += _far(found, heard)
-    findings += _clocks(found)
+    received = {direction: link for direction, link in found.links.items() if link.received}
+    diagnoses += _unreachable(found)
+    diagnoses += _lossy(found, received)
+    diagnoses += _low_path_mtu(found, received)
+    diagnoses += _low_rate(found, received)
+    diagnoses += _buffers(found)
+    diagnoses += _behind_nat(found)
+    diagnoses += _versions(found)
+    diagnoses += _reordering(found, received)
+    diagnoses += _long_round_trip(found, received)
+    diagnoses += _clock_skew(found)
     order = (Level.PROBLEM, Level.NOTE, Level.OK)
-    return sorted(findings, key=lambda each: order.index(each.level))
+    return sorted(diagnoses, key=lambda each: order.index(each.level))
 
 
-def sentence(found: Examination, findings: Iterable[Finding]) -> str:
+def sentence(found: Examination, diagnoses: Iterable[Diagnosis]) -> str:
     """The verdict in one sentence, or one for each problem."""
-    problems = [each for each in findings if each.level is Level.PROBLEM]
+    problems = [each for each in diagnoses if each.level is Level.PROBLEM]
     if not problems:
         links = len(found.links)
         worst = max((link.loss for link in found.links.values()), default=0.0)
@@ -93,7 +93,7 @@ def sentence(found: Examination, findings: Iterable[Finding]) -> str:
 # --- culprits ---------------------------------------------------------------------------------------------------------
 
 
-def culprits(bad: Iterable[Place], measured: Iterable[Place]) -> list[_Culprit]:
+def culprits(bad: Iterable[Direction], measured: Iterable[Direction]) -> list[_Culprit]:
     """Hosts and links that explain the directions that are bad, of all that were measured.
 
     A host with two peers or more explains what is bad if nearly all that comes into it is bad, or that leaves it. The
@@ -101,15 +101,15 @@ def culprits(bad: Iterable[Place], measured: Iterable[Place]) -> list[_Culprit]:
     """
     everyone, everything = set(bad), set(measured)
     left = set(everyone)
-    hosts = {rank for place in everything for rank in place}
+    hosts = {rank for direction in everything for rank in direction}
     found = []
     if left == everything and len(hosts) > 2:
         return [_Culprit((), tuple(sorted(left)), True, True)]
     while left:
         candidates = []
         for host in hosts:
-            into = {place for place in everything if place[1] == host}
-            out = {place for place in everything if place[0] == host}
+            into = {direction for direction in everything if direction[1] == host}
+            out = {direction for direction in everything if direction[0] == host}
             is_into, is_out = (_mostly(side, everyone) for side in (into, out))
             explained = ((into if is_into else set()) | (out if is_out else set())) & left
             if len(explained) > 1:
@@ -128,7 +128,7 @@ def culprits(bad: Iterable[Place], measured: Iterable[Place]) -> list[_Culprit]:
     return found
 
 
-def _mostly(side: set[Place], bad: set[Place]) -> bool:
+def _mostly(side: set[Direction], bad: set[Direction]) -> bool:
     """Whether a host's links in one direction are bad: all of them, but for one in five that chance may have spared."""
     return len(side) > 1 and len(side & bad) >= 0.8 * len(side)
 
@@ -152,9 +152,9 @@ def _range(values: list[float], text: Callable[[float], str]) -> str:
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-def _silent(found: Examination) -> list[Finding]:
-    findings = []
-    silent = [place for place, link in found.links.items() if not link.heard]
+def _unreachable(found: Examination) -> list[Diagnosis]:
+    diagnoses = []
+    silent = [direction for direction, link in found.links.items() if not link.received]
     for culprit in culprits(silent, found.links):
         rank = found.ranks[culprit.links[0][1]]
         if culprit.host:
@@ -164,10 +164,10 @@ def _silent(found: Examination) -> list[Finding]:
             where = ways[culprit.into, culprit.out]
         else:
             where = f"on {_where(found, culprit)}"
-        if all(found.links[place].tcp for place in culprit.links):
+        if all(found.links[direction].tcp for direction in culprit.links):
             rule = f"udp dport {rank.port}" if rank.chosen_port else "meta l4proto udp"
-            findings.append(
-                Finding(
+            diagnoses.append(
+                Diagnosis(
                     subject="UDP blocked",
                     level=Level.PROBLEM,
                     text=f"UDP {where} is blocked, while TCP comes through: a firewall drops it.",
@@ -177,8 +177,8 @@ def _silent(found: Examination) -> list[Finding]:
                 )
             )
         else:
-            findings.append(
-                Finding(
+            diagnoses.append(
+                Diagnosis(
                     subject="unreachable",
                     level=Level.PROBLEM,
                     text=f"Nothing comes through {where}, neither UDP nor TCP.",
@@ -187,35 +187,39 @@ def _silent(found: Examination) -> list[Finding]:
                     ranks=culprit.ranks,
                 )
             )
-    return findings
+    return diagnoses
 
 
-def _lossy(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
-    findings = []
-    losses = [link.loss for link in heard.values()]
+def _lossy(found: Examination, received: Mapping[Direction, DirectedLink]) -> list[Diagnosis]:
+    diagnoses = []
+    losses = [link.loss for link in received.values()]
     # What a quarter of the links do not exceed is the network's own, and only what is far above it is a culprit's.
     common = percentile(losses, 25) if len(found.ranks) > 2 and losses else 0.0
     if common >= LOSS_PROBLEM:
-        findings.append(_loss_finding(found, _Culprit((), tuple(heard), True, True), heard, Level.PROBLEM))
+        diagnoses.append(_loss_diagnosis(found, _Culprit((), tuple(received), True, True), received, Level.PROBLEM))
     least = max(LOSS_PROBLEM, 2 * common)
     # What a tiny buffer loses is told of it alone: counters of the kernel do not say which sender's it was.
     flooded = {
         number
         for number, rank in found.ranks.items()
         if rank.receive_buffer < LEAST_BUFFER_BYTES
-        and any(link.overflowed for place, link in heard.items() if place[1] == number)
+        and any(link.overflowed for direction, link in received.items() if direction[1] == number)
     }
-    clear = {place: link for place, link in heard.items() if place[1] not in flooded}
+    clear = {direction: link for direction, link in received.items() if direction[1] not in flooded}
     for level, low, high in ((Level.PROBLEM, least, 1.01), (Level.NOTE, LOSS_NOTE, LOSS_PROBLEM)):
         bad = [
-            place for place, link in clear.items() if low <= link.loss < high and link.loss * link.sent >= _FEWEST_LOST
+            direction
+            for direction, link in clear.items()
+            if low <= link.loss < high and link.loss * link.sent >= _FEWEST_LOST
         ]
-        findings += [_loss_finding(found, culprit, heard, level) for culprit in culprits(bad, clear)]
-    return findings
+        diagnoses += [_loss_diagnosis(found, culprit, received, level) for culprit in culprits(bad, clear)]
+    return diagnoses
 
 
-def _loss_finding(found: Examination, culprit: _Culprit, heard: Mapping[Place, Link], level: Level) -> Finding:
-    links = [heard[place] for place in culprit.links]
+def _loss_diagnosis(
+    found: Examination, culprit: _Culprit, received: Mapping[Direction, DirectedLink], level: Level
+) -> Diagnosis:
+    links = [received[direction] for direction in culprit.links]
     losses = [link.loss for link in links]
     bursts = median([link.burst for link in links])
     amount = loss_text(median(losses)) if culprit.everything else _range(losses, loss_text)
@@ -231,19 +235,23 @@ def _loss_finding(found: Examination, culprit: _Culprit, heard: Mapping[Place, L
     else:
         look = "Look at what lies between the two: a switch, a radio link, a congested route."
     remedy = f"{look} Until then, train with BoundedDrift(), which does not wait for what is lost."
-    return Finding(subject="loss", level=level, text=f"{text}.", remedy=remedy, ranks=culprit.ranks)
+    return Diagnosis(subject="loss", level=level, text=f"{text}.", remedy=remedy, ranks=culprit.ranks)
 
 
-def _narrow(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
-    known = {place: link for place, link in heard.items() if link.path_bytes}
-    bad = [place for place, link in known.items() if link.path_bytes < min(found.ranks[rank].mtu for rank in place)]
-    findings = []
+def _low_path_mtu(found: Examination, received: Mapping[Direction, DirectedLink]) -> list[Diagnosis]:
+    known = {direction: link for direction, link in received.items() if link.path_bytes}
+    bad = [
+        direction
+        for direction, link in known.items()
+        if link.path_bytes < min(found.ranks[rank].mtu for rank in direction)
+    ]
+    diagnoses = []
     for culprit in culprits(bad, known):
-        lowest = min(known[place].path_bytes for place in culprit.links)
-        own = min(found.ranks[rank].mtu for place in culprit.links for rank in place)
+        lowest = min(known[direction].path_bytes for direction in culprit.links)
+        own = min(found.ranks[rank].mtu for direction in culprit.links for rank in direction)
         six = ":" in found.ranks[culprit.links[0][0]].address
-        findings.append(
-            Finding(
+        diagnoses.append(
+            Diagnosis(
                 subject="path MTU",
                 level=Level.PROBLEM,
                 text=f"{_capital(_where(found, culprit))} {culprit.verb('carry')} no packets above {lowest} bytes, "
@@ -253,21 +261,21 @@ def _narrow(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
                 ranks=culprit.ranks,
             )
         )
-    return findings
+    return diagnoses
 
 
-def _slow(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
-    known = {place: link for place, link in heard.items() if link.rate_bits}
+def _low_rate(found: Examination, received: Mapping[Direction, DirectedLink]) -> list[Diagnosis]:
+    known = {direction: link for direction, link in received.items() if link.rate_bits}
     if len(known) < 3:
         return []
-    usual = median([link.line_bits for link in known.values()])
-    bad = [place for place, link in known.items() if link.limited and link.line_bits < _SLOW * usual]
+    usual = median([link.bottleneck_bits for link in known.values()])
+    bad = [direction for direction, link in known.items() if link.limited and link.bottleneck_bits < _SLOW * usual]
     return [
-        Finding(
+        Diagnosis(
             subject="slow",
             level=Level.PROBLEM,
             text=f"{_capital(_where(found, culprit))} {culprit.verb('carry')} only "
-            f"{_range([known[place].line_bits for place in culprit.links], rate_text)}, where others carry "
+            f"{_range([known[direction].bottleneck_bits for direction in culprit.links], rate_text)}, where others carry "
             f"{rate_text(usual)}.",
             remedy="Look at the negotiated speed (`ethtool DEVICE`), at other traffic and at rate limits. All ranks "
             "wait for the slowest link: leave the host out, or send fewer bytes by BoundedDrift(wire=torch.bfloat16).",
@@ -277,34 +285,34 @@ def _slow(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
     ]
 
 
-def _buffers(found: Examination) -> list[Finding]:
-    findings = []
+def _buffers(found: Examination) -> list[Diagnosis]:
+    diagnoses = []
     for number, rank in sorted(found.ranks.items()):
         into = [link for (_, target), link in found.links.items() if target == number]
         overflowed = sum(link.overflowed for link in into)
-        if rank.receive_buffer >= ASKED_BUFFER_BYTES and not overflowed:
+        if rank.receive_buffer >= REQUESTED_BUFFER_BYTES and not overflowed:
             continue
         tiny = rank.receive_buffer < LEAST_BUFFER_BYTES
         dropped = f"; its kernel dropped {overflowed:,} datagrams for want of room" if overflowed else ""
-        if rank.asked_buffer < ASKED_BUFFER_BYTES:
-            remedy = f"Ask for more there: Options(receive_buffer_bytes={ASKED_BUFFER_BYTES}), the default."
+        if rank.asked_buffer < REQUESTED_BUFFER_BYTES:
+            remedy = f"Ask for more there: Options(receive_buffer_bytes={REQUESTED_BUFFER_BYTES}), the default."
         else:
-            remedy = f"On {found.name(number)}: `sysctl -w net.core.rmem_max={ASKED_BUFFER_BYTES}`."
-        findings.append(
-            Finding(
+            remedy = f"On {found.name(number)}: `sysctl -w net.core.rmem_max={REQUESTED_BUFFER_BYTES}`."
+        diagnoses.append(
+            Diagnosis(
                 subject="receive buffer",
                 level=Level.PROBLEM if tiny else Level.NOTE,
                 text=f"{_capital(found.name(number))} has a receive buffer of {size_text(rank.receive_buffer)}, where "
-                f"the engine asks for {size_text(ASKED_BUFFER_BYTES)}{dropped}.",
+                f"the engine asks for {size_text(REQUESTED_BUFFER_BYTES)}{dropped}.",
                 remedy=remedy,
                 ranks=(number,),
             )
         )
-    return findings
+    return diagnoses
 
 
-def _translated(found: Examination) -> list[Finding]:
-    findings = []
+def _behind_nat(found: Examination) -> list[Diagnosis]:
+    diagnoses = []
     for number, rank in sorted(found.ranks.items()):
         seen = {
             link.seen
@@ -312,8 +320,8 @@ def _translated(found: Examination) -> list[Finding]:
             if source == number and link.seen and _plain(link.seen) != _plain(rank.address)
         }
         if seen:
-            findings.append(
-                Finding(
+            diagnoses.append(
+                Diagnosis(
                     subject="NAT",
                     level=Level.NOTE,
                     text=f"{_capital(found.name(number))} has the address {rank.address}, but others see "
@@ -324,11 +332,11 @@ def _translated(found: Examination) -> list[Finding]:
                     ranks=(number,),
                 )
             )
-    return findings
+    return diagnoses
 
 
-def _versions(found: Examination) -> list[Finding]:
-    findings = []
+def _versions(found: Examination) -> list[Diagnosis]:
+    diagnoses = []
     for package, level in (("stormtorch", Level.PROBLEM), ("torch", Level.NOTE), ("python", Level.NOTE)):
         holders: dict[str, list[int]] = {}
         for number, rank in sorted(found.ranks.items()):
@@ -339,8 +347,8 @@ def _versions(found: Examination) -> list[Finding]:
                 for version, numbers in holders.items()
             )
             fewest = min(holders.values(), key=len)
-            findings.append(
-                Finding(
+            diagnoses.append(
+                Diagnosis(
                     subject="versions",
                     level=level,
                     text=f"Versions of {package} differ: {text}.",
@@ -348,21 +356,23 @@ def _versions(found: Examination) -> list[Finding]:
                     ranks=(fewest[0],) if len(fewest) == 1 else (),
                 )
             )
-    return findings
+    return diagnoses
 
 
-def _disorder(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
-    findings = []
-    kinds: tuple[tuple[str, float, Callable[[Link], int]], ...] = (
+def _reordering(found: Examination, received: Mapping[Direction, DirectedLink]) -> list[Diagnosis]:
+    diagnoses = []
+    kinds: tuple[tuple[str, float, Callable[[DirectedLink], int]], ...] = (
         ("late, after others that were sent later", _REORDERED, lambda link: link.reordered),
         ("twice", _DUPLICATED, lambda link: link.duplicates),
     )
     for word, least, count in kinds:
-        bad = [place for place, link in heard.items() if link.sent and count(link) > max(least * link.sent, 2)]
-        for culprit in culprits(bad, heard):
-            shares = [count(heard[place]) / heard[place].sent for place in culprit.links]
-            findings.append(
-                Finding(
+        bad = [
+            direction for direction, link in received.items() if link.sent and count(link) > max(least * link.sent, 2)
+        ]
+        for culprit in culprits(bad, received):
+            shares = [count(received[direction]) / received[direction].sent for direction in culprit.links]
+            diagnoses.append(
+                Diagnosis(
                     subject="order",
                     level=Level.NOTE,
                     text=f"On {_where(found, culprit)}, {_range(shares, loss_text)} of the datagrams arrive {word}.",
@@ -370,21 +380,21 @@ def _disorder(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
                     ranks=culprit.ranks,
                 )
             )
-    return findings
+    return diagnoses
 
 
-def _far(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
-    trips = {place: link.round_trip_s for place, link in heard.items() if link.round_trip_s is not None}
+def _long_round_trip(found: Examination, received: Mapping[Direction, DirectedLink]) -> list[Diagnosis]:
+    trips = {direction: link.round_trip_s for direction, link in received.items() if link.round_trip_s is not None}
     if len(trips) < 3:
         return []
     usual = median(list(trips.values()))
-    bad = [place for place, trip in trips.items() if trip > max(_FAR * usual, usual + _FAR_S)]
+    bad = [direction for direction, trip in trips.items() if trip > max(_FAR * usual, usual + _FAR_S)]
     return [
-        Finding(
+        Diagnosis(
             subject="round trip",
             level=Level.NOTE,
             text=f"On {_where(found, culprit)}, a round trip takes "
-            f"{_range([trips[place] for place in culprit.links], time_text)}, elsewhere {time_text(usual)}.",
+            f"{_range([trips[direction] for direction in culprit.links], time_text)}, elsewhere {time_text(usual)}.",
             remedy="Nothing needs to be done; small messages wait for it.",
             ranks=culprit.ranks,
         )
@@ -392,21 +402,25 @@ def _far(found: Examination, heard: Mapping[Place, Link]) -> list[Finding]:
     ]
 
 
-def _clocks(found: Examination) -> list[Finding]:
-    skewed = {place: link.clock_ahead_s for place, link in found.links.items() if link.clock_ahead_s is not None}
-    bad = [place for place, ahead in skewed.items() if abs(ahead) > _SKEW_S]
-    findings = []
+def _clock_skew(found: Examination) -> list[Diagnosis]:
+    skewed = {
+        direction: link.clock_ahead_s for direction, link in found.links.items() if link.clock_ahead_s is not None
+    }
+    bad = [direction for direction, ahead in skewed.items() if abs(ahead) > _SKEW_S]
+    diagnoses = []
     for culprit in culprits(bad, skewed):
         source, target = culprit.links[0]
         if culprit.everything:
             most = max(abs(ahead) for ahead in skewed.values())
             text = f"The clocks of all hosts differ, by up to {time_text(most)}: times in logs do not fit together."
-            findings.append(Finding(subject="clock", level=Level.NOTE, text=text, remedy="`timedatectl set-ntp true`"))
+            diagnoses.append(
+                Diagnosis(subject="clock", level=Level.NOTE, text=text, remedy="`timedatectl set-ntp true`")
+            )
             continue
         other = target if culprit.ranks[0] == source else source
         ahead = skewed[culprit.links[0]] * (-1 if culprit.ranks[0] == source else 1)
-        findings.append(
-            Finding(
+        diagnoses.append(
+            Diagnosis(
                 subject="clock",
                 level=Level.NOTE,
                 text=f"The clock of {found.name(culprit.ranks[0])} is {signed_time_text(ahead)} ahead of that of "
@@ -415,7 +429,7 @@ def _clocks(found: Examination) -> list[Finding]:
                 ranks=culprit.ranks,
             )
         )
-    return findings
+    return diagnoses
 
 
 def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

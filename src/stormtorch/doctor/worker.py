@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stormtorch._engine import interface_mtu
-from stormtorch.doctor.probe import GREETING, Peer, Prober
+from stormtorch.doctor.probe import TCP_BANNER, Peer, Prober
 from stormtorch.doctor.receiver import Receiver
 from stormtorch.doctor.sockets import (
-    ASKED_BUFFER_BYTES,
     MOST_PAYLOAD,
+    REQUESTED_BUFFER_BYTES,
     dropped,
     family_of,
     granted,
@@ -33,7 +33,7 @@ INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Post:
+class WorkerSettings:
     """Settings of one rank."""
 
     rank: int
@@ -44,10 +44,10 @@ class Post:
     """Host to which the route is looked up if nothing else tells the interface."""
     port: int = 0
     """UDP port; 0 lets the kernel choose."""
-    receive_buffer_bytes: int = ASKED_BUFFER_BYTES
+    receive_buffer_bytes: int = REQUESTED_BUFFER_BYTES
 
 
-class Orders(Protocol):
+class WorkerChannel(Protocol):
     """Way to the one who directs the examination."""
 
     def receive(self) -> dict[str, Any] | None:
@@ -59,67 +59,67 @@ class Orders(Protocol):
         ...
 
 
-def work(orders: Orders, post: Post) -> None:
+def run_worker(orders: WorkerChannel, settings: WorkerSettings) -> None:
     """Takes part in an examination until its end."""
     try:
-        here = own_address(post)
-        opened = open_udp(here, post.port, post.receive_buffer_bytes)
+        here = own_address(settings)
+        opened = open_udp(here, settings.port, settings.receive_buffer_bytes)
     except (OSError, ValueError) as error:
-        orders.answer({"rank": post.rank, "host": socket.gethostname(), "failed": _why(error, post)})
+        orders.answer({"rank": settings.rank, "host": socket.gethostname(), "failed": _why(error, settings)})
         return
-    with opened, _greeter(here) as tcp_port:
-        orders.answer(_card(post, here, opened, tcp_port))
+    with opened, _TcpResponder(here) as tcp_port:
+        orders.answer(_self_report(settings, here, opened, tcp_port))
         begun = orders.receive()
         if begun is None or begun["order"] != "begin":
             return
         cookie, world = bytes.fromhex(begun["cookie"]), int(begun["world"])
-        receiver = Receiver(opened, cookie, post.rank, world)
+        receiver = Receiver(opened, cookie, settings.rank, world)
         try:
-            _obey(orders, Prober(opened, receiver, cookie, post.rank, _mtu(here)), receiver, opened)
+            _serve_requests(orders, Prober(opened, receiver, cookie, settings.rank, _mtu(here)), receiver, opened)
         finally:
             receiver.close()
 
 
-def _obey(orders: Orders, prober: Prober, receiver: Receiver, opened: socket.socket) -> None:
+def _serve_requests(orders: WorkerChannel, prober: Prober, receiver: Receiver, opened: socket.socket) -> None:
     drops = 0
     while (order := orders.receive()) is not None:
         match order["order"]:
             case "ask":
                 drops = dropped(opened)
-                orders.answer(prober.ask(Peer(**order["peer"]), float(order["seconds"])).to_json())
+                orders.answer(prober.probe(Peer(**order["peer"]), float(order["seconds"])).to_json())
             case "report":
                 peer, train = int(order["peer"]), receiver.train(int(order["peer"]), int(order["train"]))
                 orders.answer(
                     {
-                        "heard": receiver.heard(peer),
+                        "heard": receiver.received(peer),
                         "lost": train.lost(int(order["sent"])),
                         "duplicates": train.duplicates,
                         "reordered": train.reordered,
                         "overflowed": dropped(opened) - drops,
                         "overflowed_steady": dropped(opened) - train.dropped_before if train.numbers else 0,
-                        "strangers": receiver.strangers,
+                        "strangers": receiver.unknown_senders,
                     }
                 )
             case _:
                 return
 
 
-def own_address(post: Post) -> str:
+def own_address(settings: WorkerSettings) -> str:
     """Address that this rank uses, by what is most certain.
 
     Raises:
         ValueError: The interface does not exist or has no address.
         OSError: The host to look towards is unknown.
     """
-    named = post.interface or os.environ.get(INTERFACE_VARIABLE)
+    named = settings.interface or os.environ.get(INTERFACE_VARIABLE)
     if named:
         return local_address(named)
-    if post.towards is None:
+    if settings.towards is None:
         # Ranks that are told where the others are may have inherited this from a login by another network.
         with contextlib.suppress(KeyError, IndexError):
             return os.environ["SSH_CONNECTION"].split()[2]
         return local_address(None)
-    family, _, _, _, target = socket.getaddrinfo(post.towards, 9, type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, target = socket.getaddrinfo(settings.towards, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as looking:
         looking.connect(target)  # sends nothing
         return str(looking.getsockname()[0])
@@ -148,18 +148,18 @@ def cuda_version() -> str | None:
     return None
 
 
-def _card(post: Post, here: str, opened: socket.socket, tcp_port: int) -> dict[str, Any]:
+def _self_report(settings: WorkerSettings, here: str, opened: socket.socket, tcp_port: int) -> dict[str, Any]:
     return {
-        "rank": post.rank,
+        "rank": settings.rank,
         "host": socket.gethostname(),
         "address": here,
         "port": opened.getsockname()[1],
         "tcp_port": tcp_port,
         "mtu": _mtu(here),
-        "asked_buffer": post.receive_buffer_bytes,
+        "asked_buffer": settings.receive_buffer_bytes,
         "receive_buffer": granted(opened).receive,
         "versions": versions(),
-        "chosen_port": bool(post.port),
+        "chosen_port": bool(settings.port),
         "pid": os.getpid(),
         "time": time.time(),
     }
@@ -170,13 +170,13 @@ def _mtu(here: str) -> int:
     return min(interface_mtu(here) or 1500, MOST_PAYLOAD + header_bytes(here))
 
 
-def _why(error: Exception, post: Post) -> str:
-    if isinstance(error, OSError) and post.port:
-        return f"cannot open UDP port {post.port}: {error.strerror or error}; choose another by --port"
+def _why(error: Exception, settings: WorkerSettings) -> str:
+    if isinstance(error, OSError) and settings.port:
+        return f"cannot open UDP port {settings.port}: {error.strerror or error}; choose another by --port"
     return f"cannot open a UDP socket: {error}; name the interface by --interface"
 
 
-class _greeter:
+class _TcpResponder:
     """Greets whoever connects by TCP, so that a peer can tell a firewall for UDP from an unreachable host."""
 
     def __init__(self, host: str) -> None:
@@ -185,7 +185,7 @@ class _greeter:
         self._listener.listen(64)
 
     def __enter__(self) -> int:
-        threading.Thread(target=self._greet, name="doctor's greeter", daemon=True).start()
+        threading.Thread(target=self._send_banners, name="doctor's greeter", daemon=True).start()
         return int(self._listener.getsockname()[1])
 
     def __exit__(self, *_: object) -> None:
@@ -193,7 +193,7 @@ class _greeter:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _greet(self) -> None:
+    def _send_banners(self) -> None:
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -201,4 +201,4 @@ class _greeter:
                 return
             with contextlib.suppress(OSError), connection:
                 connection.settimeout(1.0)
-                connection.sendall(GREETING)
+                connection.sendall(TCP_BANNER)

@@ -27,7 +27,7 @@ from stormtorch.errors import (
 )
 from stormtorch.exchange.channels import Channels
 from stormtorch.exchange.views import Membership
-from stormtorch.exchange.waiting import Servers
+from stormtorch.exchange.waiting import CollectiveServers
 from stormtorch.reliability import EXACT, Priority, Reliability
 
 
@@ -158,7 +158,7 @@ def _parity(reliability: Reliability) -> float | None:
     return None if reliability.redundancy == "auto" else float(reliability.redundancy)
 
 
-class Arrival:
+class ExchangeResult:
     """Result of an exchange: how much of each message arrived, how many repairs it took, and how long."""
 
     __slots__ = ("_outcome", "rank")
@@ -231,13 +231,13 @@ class Arrival:
         return self._outcome.elapsed_s
 
     def __repr__(self) -> str:
-        return f"Arrival(arrived={self.arrived:.4f}, repaired={self.repaired}, elapsed_s={self.elapsed_s:.6f})"
+        return f"ExchangeResult(arrived={self.arrived:.4f}, repaired={self.repaired}, elapsed_s={self.elapsed_s:.6f})"
 
 
 class Exchange(Protocol):
     """An exchange under way."""
 
-    def wait(self, timeout_s: float | None = None) -> Arrival:
+    def wait(self, timeout_s: float | None = None) -> ExchangeResult:
         """Blocks until the exchange has ended; its tensors then belong to the caller again."""
         ...
 
@@ -262,7 +262,7 @@ class Transport(Membership, Protocol):
     trip_bytes: int
     """Bytes that a rank could send during one trip: a collective may send as much more to save a trip."""
     channels: Channels
-    servers: Servers
+    collective_servers: CollectiveServers
     """Servers that take part, while this rank waits, in calls that other ranks have begun."""
 
     def post(self, plan: Plan) -> Exchange:
@@ -277,15 +277,15 @@ class Transport(Membership, Protocol):
         """
         ...
 
-    def aside(self, task: Callable[[], None]) -> Callable[[], None]:
+    def in_background(self, task: Callable[[], None]) -> Callable[[], None]:
         """Returns a task, to be called once on another thread, that may wait for exchanges while the rank goes on."""
         ...
 
-    def rest(self, future: Future[Any], peers: Collection[int] = ()) -> None:
+    def wait_future(self, future: Future[Any], peers: Collection[int] = ()) -> None:
         """Blocks until a future is settled, as a wait for an exchange does: meanwhile the rank serves others.
 
         Args:
-            future: What a task of `aside` will settle.
+            future: What a task of `in_background` will settle.
             peers: Ranks on which that depends.
         """
         ...
@@ -302,7 +302,7 @@ class Transport(Membership, Protocol):
         """Counters of what was sent, received, repaired and rejected."""
         ...
 
-    def take_line_peaks(self) -> tuple[float, float, float]:
+    def take_bottleneck_peaks(self) -> tuple[float, float, float]:
         """Most bytes per second that the line carried since the last call: out, in, and both at once."""
         ...
 
@@ -311,10 +311,12 @@ class Transport(Membership, Protocol):
         ...
 
 
-def conclude(outcome: _engine.Outcome, plan: Plan, rank: int, silence_s: float, timeout_s: float | None) -> Arrival:
+def conclude(
+    outcome: _engine.Outcome, plan: Plan, rank: int, silence_s: float, timeout_s: float | None
+) -> ExchangeResult:
     """Returns the arrival of an exchange, or raises an error that says what is missing and which rank caused it."""
     if outcome.status == _engine.Status.OK:
-        return Arrival(outcome, rank)
+        return ExchangeResult(outcome, rank)
     where = f"rank {rank}: {plan.what} (channel {plan.channel:08x}, sequence {plan.seq})"
     error = _error(outcome, where, silence_s, timeout_s, stopped=plan.stopped)
     error.culprit = outcome.culprit

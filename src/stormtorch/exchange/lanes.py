@@ -5,7 +5,7 @@ import os
 from stormtorch.exchange.options import Options
 
 # Beyond these, memory is the limit and not the number of threads that copy.
-_MOST_UNASKED = 4
+_MOST_BY_DEFAULT = 4
 # A lane keeps a core busy while a large message is on its way.
 _CORES_PER_LANE = 1
 # One core sends and receives about this much.
@@ -25,17 +25,17 @@ def sockets_to_open(options: Options) -> int:
         return options.lanes
     if options.port:  # the ports after it may be meant for other ranks
         return 1
-    return max(min(own_cores() // _CORES_PER_LANE, _MOST_UNASKED), 1)
+    return max(min(own_cores() // _CORES_PER_LANE, _MOST_BY_DEFAULT), 1)
 
 
-def lanes_for(cores: int, ranks: int, line_mbit: int | None) -> int:
+def lanes_for(cores: int, ranks: int, interface_mbit: int | None) -> int:
     """Number of lanes that pay for a rank.
 
     Args:
         cores: Cores that it may use.
         ranks: Ranks that share them.
-        line_mbit: Speed of its line to other machines in Mbit/s, 0 if it is not known; None if there are none. Up to
+        interface_mbit: Speed of its line to other machines in Mbit/s, 0 if it is not known; None if there are none. Up to
             10 Gbit/s, one core fills it.
     """
     lanes = cores // ranks // _CORES_PER_LANE
-    return max(lanes if line_mbit is None else min(lanes, line_mbit // _MBIT_PER_LANE), 1)
+    return max(lanes if interface_mbit is None else min(lanes, interface_mbit // _MBIT_PER_LANE), 1)

@@ -17,16 +17,16 @@ from typing import Any, TypeVar
 import stormtorch._engine as _engine
 from stormtorch.errors import Closed, ExchangeTimeout, StormError
 from stormtorch.exchange.channels import Channels
-from stormtorch.exchange.exchange import Arrival, Plan, conclude
+from stormtorch.exchange.exchange import ExchangeResult, Plan, conclude
 from stormtorch.exchange.options import Options
 from stormtorch.exchange.waiting import (
     FIRST_SLICE_S,
     INTERRUPT_SLICE_S,
     SLICE_S,
+    CollectiveServer,
+    CollectiveServers,
     Interruption,
-    Server,
-    Servers,
-    attends,
+    serves_collectives,
 )
 from stormtorch.network.faults import LinkOptions, faults
 from stormtorch.network.loss import LossModel
@@ -43,7 +43,6 @@ class SimulatedExchange:
         "_arrival",
         "_network",
         "ask_at",
-        "attends",
         "id",
         "interruption",
         "look_at",
@@ -51,6 +50,7 @@ class SimulatedExchange:
         "plan",
         "rank",
         "server",
+        "serves_collectives",
     )
 
     def __init__(self, network: "SimulatedNetwork", rank: int, plan: Plan) -> None:
@@ -58,16 +58,16 @@ class SimulatedExchange:
         self.rank = rank
         self.plan = plan
         self.id: int | None = None
-        self._arrival: Arrival | None = None
+        self._arrival: ExchangeResult | None = None
         self.outcome: _engine.Outcome | None = None
-        self.attends = False
+        self.serves_collectives = False
         self.look_at = 0.0
         self.ask_at = 0.0
         self.interruption = Interruption()
-        self.server: Server | None = None
+        self.server: CollectiveServer | None = None
         """Server that the waiting rank must call before it continues to wait."""
 
-    def wait(self, timeout_s: float | None = None) -> Arrival:
+    def wait(self, timeout_s: float | None = None) -> ExchangeResult:
         """Lets virtual time pass until the exchange has ended."""
         if self._arrival is None:
             self._network.wait_for(self, timeout_s)
@@ -93,20 +93,20 @@ class SimulatedExchange:
         self._network.later(self.rank, cancel)
 
 
-class _Rest:
+class _OtherWait:
     """A rank that waits for something else than an exchange."""
 
-    __slots__ = ("attends", "look_at", "outcome", "rank", "server")
+    __slots__ = ("look_at", "outcome", "rank", "server", "serves_collectives")
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.outcome: bool | None = None
-        self.attends = False
+        self.serves_collectives = False
         self.look_at = 0.0
-        self.server: Server | None = None
+        self.server: CollectiveServer | None = None
 
 
-class _ViewWait(_Rest):
+class _ViewWait(_OtherWait):
     """A rank that waits for a view with a number above another."""
 
     __slots__ = ("above",)
@@ -136,7 +136,7 @@ class SimulatedTransport:
         self.trip_bytes = 16 << 10
         self.job = "simulated"
         self.channels = Channels()
-        self.servers = Servers()
+        self.collective_servers = CollectiveServers()
 
     def post(self, plan: Plan) -> SimulatedExchange:
         """Begins an exchange at the current virtual time."""
@@ -150,13 +150,13 @@ class SimulatedTransport:
         """Says no: all traffic of a simulated job has the priority that the network's options say."""
         return False
 
-    def aside(self, task: Callable[[], None]) -> Callable[[], None]:
+    def in_background(self, task: Callable[[], None]) -> Callable[[], None]:
         """Returns a task, to be called once on another thread, that may wait for exchanges while the rank goes on."""
-        return self.network.aside(task)
+        return self.network.in_background(task)
 
-    def rest(self, future: Future[Any], _peers: Collection[int] = ()) -> None:
-        """Lets virtual time pass until a future is settled by a task of `aside`; meanwhile the rank serves others."""
-        self.network.rest(self.rank, future)
+    def wait_future(self, future: Future[Any], _peers: Collection[int] = ()) -> None:
+        """Lets virtual time pass until a future is settled by a task of `in_background`; meanwhile the rank serves others."""
+        self.network.wait_future(self.rank, future)
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
         """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""
@@ -191,63 +191,63 @@ class SimulatedTransport:
 
     def view(self) -> _engine.View | None:
         """Latest view that is usable here; None as long as this process knows none."""
-        return self.network.ask(lambda sim: sim.view(self.rank))
+        return self.network.query(lambda sim: sim.view(self.rank))
 
     def inside(self) -> bool:
         """Whether this process is a member of the latest view, or leaving in it."""
-        return self.network.ask(lambda sim: sim.inside(self.rank))
+        return self.network.query(lambda sim: sim.inside(self.rank))
 
     def frozen(self) -> bool:
         """Whether the next view is being agreed on, so that no step may be completed."""
-        return self.network.ask(lambda sim: sim.frozen(self.rank))
+        return self.network.query(lambda sim: sim.frozen(self.rank))
 
     def wait_view(self, above: int, timeout_s: float | None = None) -> bool:
         """Lets virtual time pass until a usable view has a number above `above`; False if `timeout_s` has passed."""
         return self.network.wait_view(self.rank, above, timeout_s)
 
-    def enroll(self, session: int, steps: int, settled: int) -> None:
+    def add_session(self, session: int, steps: int, settled: int) -> None:
         """Adds a session of this process, at its position."""
-        self.network.ask(lambda sim: sim.enroll(self.rank, session, steps, settled))
+        self.network.query(lambda sim: sim.add_session(self.rank, session, steps, settled))
 
-    def withdraw(self, session: int) -> None:
+    def remove_session(self, session: int) -> None:
         """Removes a session."""
-        self.network.ask(lambda sim: sim.withdraw(self.rank, session))
+        self.network.query(lambda sim: sim.remove_session(self.rank, session))
 
     def advance(self, session: int, steps: int, settled: int, view: int) -> bool:
         """Moves a session on. False, with nothing changed, if this process is frozen or `view` is not the latest."""
-        return self.network.ask(lambda sim: sim.advance_to(self.rank, session, steps, settled, view))
+        return self.network.query(lambda sim: sim.advance_to(self.rank, session, steps, settled, view))
 
     def blank(self, session: int) -> bool:
         """Whether this process came in after others, and what the session holds is of no worth in the view yet."""
-        return self.network.ask(lambda sim: sim.blank(self.rank, session))
+        return self.network.query(lambda sim: sim.blank(self.rank, session))
 
-    def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
+    def request_admission(self, peer: int, incarnation: int, card: bytes) -> None:
         """Asks the members to take a process in; `card` holds what they need to reach it."""
-        self.network.later(self.rank, lambda sim: sim.ask_in(self.rank, peer, incarnation, card))
+        self.network.later(self.rank, lambda sim: sim.request_admission(self.rank, peer, incarnation, card))
 
-    def ask_out(self) -> None:
+    def request_leave(self) -> None:
         """Asks the members to go on without this process."""
-        self.network.later(self.rank, lambda sim: sim.ask_out(self.rank))
+        self.network.later(self.rank, lambda sim: sim.request_leave(self.rank))
 
-    def ask_anew(self) -> None:
+    def request_view(self) -> None:
         """Asks the members for another view, even with the same members."""
-        self.network.later(self.rank, lambda sim: sim.ask_anew(self.rank))
+        self.network.later(self.rank, lambda sim: sim.request_view(self.rank))
 
-    def take_line_peaks(self) -> tuple[float, float, float]:
+    def take_bottleneck_peaks(self) -> tuple[float, float, float]:
         """Most bytes per second that the line carried since the last call: out, in, and both at once."""
-        return self.network.ask(lambda sim: sim.take_line_peaks(self.rank))
+        return self.network.query(lambda sim: sim.take_bottleneck_peaks(self.rank))
 
     def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
         """Card of a process, by default of the one that has the rank in the latest view; None if it is unknown."""
-        return self.network.ask(lambda sim: sim.card(self.rank, peer, incarnation))
+        return self.network.query(lambda sim: sim.card(self.rank, peer, incarnation))
 
-    def asking(self) -> list[tuple[int, int]]:
+    def join_requests(self) -> list[tuple[int, int]]:
         """Rank and incarnation of processes that want in and whose cards are known."""
-        return self.network.ask(lambda sim: sim.asking(self.rank))
+        return self.network.query(lambda sim: sim.join_requests(self.rank))
 
-    def standing(self) -> dict[str, Any]:
+    def connectivity(self) -> dict[str, Any]:
         """Seconds since each rank was heard, whom each says that it hears, and whether this rank hears a quorum."""
-        return dict(self.network.ask(lambda sim: sim.standing(self.rank)))
+        return dict(self.network.query(lambda sim: sim.connectivity(self.rank)))
 
     def close(self) -> None:
         """Does nothing: the network ends when nothing refers to it any more."""
@@ -341,7 +341,7 @@ class SimulatedNetwork:
         self._condition = threading.Condition()
         self._posts: list[tuple[tuple[int, int], Callable[[_engine.Sim], object]]] = []
         self._running: dict[tuple[int, int], SimulatedExchange] = {}
-        self._waiting: dict[SimulatedExchange | _Rest, float] = {}  # with the virtual time at which each gives up
+        self._waiting: dict[SimulatedExchange | _OtherWait, float] = {}  # with the virtual time at which each gives up
         self._interruptible: set[SimulatedExchange] = set()  # waiting exchanges that may be interrupted
         self._awake = 0
         self._ranks = 0  # whose own threads have not ended
@@ -359,23 +359,23 @@ class SimulatedNetwork:
         """Number of datagrams that the switch's queues dropped: loss that the senders caused by themselves."""
         return self._sim.queue_drops
 
-    def set_dark(self, rank: int, dark: bool) -> None:
+    def set_unreachable(self, rank: int, unreachable: bool) -> None:
         """Cuts a rank off, or connects it again."""
         with self._condition:
-            self._sim.set_dark(rank, dark)
+            self._sim.set_unreachable(rank, unreachable)
 
-    def set_link(self, source: int, target: int, dark: bool) -> None:
+    def set_link(self, source: int, target: int, unreachable: bool) -> None:
         """Cuts the way from one rank to another, or connects it again. The way back is another link."""
         with self._condition:
-            self._sim.set_link(source, target, dark)
+            self._sim.set_link(source, target, unreachable)
 
-    def set_line(self, rank: int, *, up: str | float | None = None, down: str | float | None = None) -> None:
+    def set_link_rate(self, rank: int, *, up: str | float | None = None, down: str | float | None = None) -> None:
         """Sets the rates of one rank's line, out and in, from now on; None is that of all ranks."""
         rates = [0.0 if rate is None else parse_rate(rate) / 8.0 for rate in (up, down)]
         with self._condition:
-            self._sim.set_line(rank, *rates)
+            self._sim.set_link_rate(rank, *rates)
 
-    def ask(self, question: Callable[[_engine.Sim], T]) -> T:
+    def query(self, question: Callable[[_engine.Sim], T]) -> T:
         """Calls `question(sim)`, which must send nothing: ranks that run at the same time could race."""
         with self._condition:
             return question(self._sim)
@@ -385,7 +385,7 @@ class SimulatedNetwork:
         with self._condition:
             self._posts.append(((rank, _thread.number), work))
 
-    def aside(self, task: Callable[[], None]) -> Callable[[], None]:
+    def in_background(self, task: Callable[[], None]) -> Callable[[], None]:
         """Returns a task for a further thread of the calling rank. Time stands still while it computes, too."""
         with self._condition:
             self._awake += 1
@@ -405,9 +405,9 @@ class SimulatedNetwork:
 
         return body
 
-    def rest(self, rank: int, future: Future[Any]) -> None:
+    def wait_future(self, rank: int, future: Future[Any]) -> None:
         """Blocks the calling rank until a future is settled; meanwhile, the rank serves others."""
-        wait = _Rest(rank)
+        wait = _OtherWait(rank)
 
         def settled(_future: Future[Any]) -> None:
             with self._condition:
@@ -487,12 +487,12 @@ class SimulatedNetwork:
         """Blocks the calling rank until it knows a view with a number above `above`, or the time has passed."""
         wait = _ViewWait(rank, above)
         give_up_at = math.inf if timeout_s is None else self.now_s + timeout_s
-        if self.ask(lambda sim: sim.view(rank)) is None or self._sim.view_number(rank) <= above:
+        if self.query(lambda sim: sim.view(rank)) is None or self._sim.view_number(rank) <= above:
             while (server := self._sleep(wait, give_up_at)) is not None:
                 server.serve()
         return self._sim.view_number(rank) > above
 
-    def _sleep(self, exchange: SimulatedExchange | _Rest, give_up_at: float) -> Server | None:
+    def _sleep(self, exchange: SimulatedExchange | _OtherWait, give_up_at: float) -> CollectiveServer | None:
         """Sleeps until the exchange has ended, or returns a server that must be called."""
         with self._condition:
             if exchange.outcome is not None:
@@ -501,7 +501,7 @@ class SimulatedNetwork:
             if isinstance(exchange, SimulatedExchange) and exchange.plan.interrupted is not None:
                 exchange.ask_at = self.now_s + INTERRUPT_SLICE_S
                 self._interruptible.add(exchange)
-            exchange.attends, exchange.look_at = attends(), self.now_s + FIRST_SLICE_S
+            exchange.serves_collectives, exchange.look_at = serves_collectives(), self.now_s + FIRST_SLICE_S
             self._awake -= 1
             self._move_on()
             self._condition.wait_for(lambda: exchange not in self._waiting or self._broken is not None)
@@ -518,12 +518,16 @@ class SimulatedNetwork:
                 self._begin()
                 if self._awake > 0:
                     break
-                if self._sim.advance() == 0 and not self._attend(at_once=True) and not self._interrupt(at_once=True):
+                if (
+                    self._sim.advance() == 0
+                    and not self._serve_collectives(at_once=True)
+                    and not self._interrupt(at_once=True)
+                ):
                     raise StormError(
                         "ranks wait, but nothing can happen any more: has every rank called the collective?"
                     )
                 self._finish()
-                self._attend()
+                self._serve_collectives()
                 self._interrupt()
             except BaseException as error:
                 self._broken = error
@@ -547,13 +551,13 @@ class SimulatedNetwork:
             ):
                 self._wake(waiting)
 
-    def _attend(self, *, at_once: bool = False) -> bool:
+    def _serve_collectives(self, *, at_once: bool = False) -> bool:
         """Wakes ranks that can take part in calls that others have begun."""
         found = False
         for exchange in sorted(self._waiting, key=lambda waiting: waiting.rank):
-            if exchange.attends and (at_once or self.now_s >= exchange.look_at):
+            if exchange.serves_collectives and (at_once or self.now_s >= exchange.look_at):
                 exchange.look_at = self.now_s + SLICE_S
-                exchange.server = self._transports[exchange.rank].servers.awaited()
+                exchange.server = self._transports[exchange.rank].collective_servers.requested()
                 if exchange.server is not None:
                     found = True
                     self._wake(exchange)
@@ -568,15 +572,15 @@ class SimulatedNetwork:
             exchange.ask_at = self.now_s + INTERRUPT_SLICE_S
             if exchange.id is None or exchange.plan.interrupted is None or not exchange.plan.interrupted():
                 continue
-            prospect = self._sim.prospect(exchange.rank, exchange.id)
-            if at_once or exchange.interruption.gives_up(prospect, self.now_s):
+            can_complete = self._sim.can_complete(exchange.rank, exchange.id)
+            if at_once or exchange.interruption.should_abort(can_complete, self.now_s):
                 exchange.plan.stopped = found = True
                 self._sim.cancel(exchange.rank, exchange.id)
         if found:
             self._finish()
         return found
 
-    def _wake(self, exchange: SimulatedExchange | _Rest) -> None:
+    def _wake(self, exchange: SimulatedExchange | _OtherWait) -> None:
         if self._waiting.pop(exchange, None) is not None:
             self._awake += 1
             if isinstance(exchange, SimulatedExchange):

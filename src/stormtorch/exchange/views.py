@@ -45,11 +45,11 @@ class Membership(Protocol):
         """Blocks until a usable view has a number above `above`; False if `timeout_s` has passed."""
         ...
 
-    def enroll(self, session: int, steps: int, settled: int) -> None:
+    def add_session(self, session: int, steps: int, settled: int) -> None:
         """Adds a session of this process, at its position."""
         ...
 
-    def withdraw(self, session: int) -> None:
+    def remove_session(self, session: int) -> None:
         """Removes a session."""
         ...
 
@@ -61,15 +61,15 @@ class Membership(Protocol):
         """Whether this process came in after others, and what the session holds is of no worth in the view yet."""
         ...
 
-    def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
+    def request_admission(self, peer: int, incarnation: int, card: bytes) -> None:
         """Asks the members to take a process in; `card` holds what they need to reach it."""
         ...
 
-    def ask_out(self) -> None:
+    def request_leave(self) -> None:
         """Asks the members to go on without this process."""
         ...
 
-    def ask_anew(self) -> None:
+    def request_view(self) -> None:
         """Asks the members for another view, even with the same members."""
         ...
 
@@ -77,11 +77,11 @@ class Membership(Protocol):
         """Card of a process, by default of the one that has the rank in the latest view; None if it is unknown."""
         ...
 
-    def asking(self) -> list[tuple[int, int]]:
+    def join_requests(self) -> list[tuple[int, int]]:
         """Rank and incarnation of processes that want in and whose cards are known."""
         ...
 
-    def standing(self) -> dict[str, Any]:
+    def connectivity(self) -> dict[str, Any]:
         """Seconds since each rank was heard, whom each says that it hears, and whether this rank hears a quorum."""
         ...
 
@@ -112,13 +112,13 @@ class EndpointMembership(ABC):
         """Blocks until a usable view has a number above `above`; False if `timeout_s` has passed."""
         return self._ask("wait_view", lambda: self.endpoint.wait_view(above, timeout_s))
 
-    def enroll(self, session: int, steps: int, settled: int) -> None:
+    def add_session(self, session: int, steps: int, settled: int) -> None:
         """Adds a session of this process, at its position."""
-        self._ask("enroll", lambda: self.endpoint.enroll(session, steps, settled))
+        self._ask("add_session", lambda: self.endpoint.add_session(session, steps, settled))
 
-    def withdraw(self, session: int) -> None:
+    def remove_session(self, session: int) -> None:
         """Removes a session."""
-        self._ask("withdraw", lambda: self.endpoint.withdraw(session))
+        self._ask("remove_session", lambda: self.endpoint.remove_session(session))
 
     def advance(self, session: int, steps: int, settled: int, view: int) -> bool:
         """Moves a session on. False, with nothing changed, if this process is frozen or `view` is not the latest."""
@@ -128,29 +128,29 @@ class EndpointMembership(ABC):
         """Whether this process came in after others, and what the session holds is of no worth in the view yet."""
         return self._ask("blank", lambda: self.endpoint.blank(session))
 
-    def ask_in(self, peer: int, incarnation: int, card: bytes) -> None:
+    def request_admission(self, peer: int, incarnation: int, card: bytes) -> None:
         """Asks the members to take a process in; `card` holds what they need to reach it."""
-        self._ask("ask_in", lambda: self.endpoint.ask_in(peer, incarnation, card))
+        self._ask("request_admission", lambda: self.endpoint.request_admission(peer, incarnation, card))
 
-    def ask_out(self) -> None:
+    def request_leave(self) -> None:
         """Asks the members to go on without this process."""
-        self._ask("ask_out", self.endpoint.ask_out)
+        self._ask("request_leave", self.endpoint.request_leave)
 
-    def ask_anew(self) -> None:
+    def request_view(self) -> None:
         """Asks the members for another view, even with the same members."""
-        self._ask("ask_anew", self.endpoint.ask_anew)
+        self._ask("request_view", self.endpoint.request_view)
 
     def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
         """Card of a process, by default of the one that has the rank in the latest view; None if it is unknown."""
         return self._ask("card", lambda: self.endpoint.card(peer, incarnation))
 
-    def asking(self) -> list[tuple[int, int]]:
+    def join_requests(self) -> list[tuple[int, int]]:
         """Rank and incarnation of processes that want in and whose cards are known."""
-        return self._ask("asking", self.endpoint.asking)
+        return self._ask("join_requests", self.endpoint.join_requests)
 
-    def standing(self) -> dict[str, Any]:
+    def connectivity(self) -> dict[str, Any]:
         """Seconds since each rank was heard, whom each says that it hears, and whether this rank hears a quorum."""
-        return dict(self._ask("standing", self.endpoint.standing))
+        return dict(self._ask("connectivity", self.endpoint.connectivity))
 
     @abstractmethod
     def check_owner(self, what: str) -> None:

@@ -43,15 +43,15 @@ _NOTHING_BYTES_PER_RANK = 2 << 10
 class _Doing(threading.local):
     what: str | None = None
     elsewhere = False
-    aside = False
+    in_background = False
     waited_s = 0.0
     """Time of the waits that have ended in this call."""
 
 
-_doing = _Doing()
+_call = _Doing()
 
 
-class doing:  # a context, entered so often in a step that a generator would be felt
+class in_call:  # a context, entered so often in a step that a generator would be felt
     """Marks the waits of this thread within the block as part of a call that all ranks must make.
 
     The outermost block counts.
@@ -67,41 +67,41 @@ class doing:  # a context, entered so often in a step that a generator would be 
         self._what, self._elsewhere, self._outermost = what, elsewhere, False
 
     def __enter__(self) -> None:
-        if _doing.what is None:
+        if _call.what is None:
             self._outermost = True
-            _doing.what, _doing.elsewhere, _doing.waited_s = self._what, self._elsewhere, 0.0
+            _call.what, _call.elsewhere, _call.waited_s = self._what, self._elsewhere, 0.0
 
     def __exit__(self, *_: object) -> None:
         if self._outermost:
-            _doing.what, _doing.elsewhere = None, False
+            _call.what, _call.elsewhere = None, False
 
 
 def is_elsewhere() -> bool:
     """Whether this thread waits in a call that belongs to no training."""
-    return _doing.elsewhere
+    return _call.elsewhere
 
 
-def attends() -> bool:
-    """Whether this thread may take part in calls that others have begun: only within `doing`, as it might otherwise
+def serves_collectives() -> bool:
+    """Whether this thread may take part in calls that others have begun: only within `in_call`, as it might otherwise
     interfere with a training in use.
     """
-    return _doing.what is not None
+    return _call.what is not None
 
 
 @contextlib.contextmanager
-def aside() -> Iterator[None]:
+def in_background() -> Iterator[None]:
     """Marks the waits of this thread within the block as no rank's own: the rank does something else meanwhile."""
-    _doing.aside = True
+    _call.in_background = True
     try:
         yield
     finally:
-        _doing.aside = False
+        _call.in_background = False
 
 
-class Server(Protocol):
+class CollectiveServer(Protocol):
     """An object that can take part in calls that other ranks have begun."""
 
-    def awaited(self) -> bool:
+    def requested(self) -> bool:
         """Whether others have begun a call in which this rank can take part now. Never blocks."""
         ...
 
@@ -109,45 +109,45 @@ class Server(Protocol):
         """Takes part in that call."""
         ...
 
-    def part(self) -> None:
+    def drain(self) -> None:
         """Waits, before this rank leaves, as long as others may still need what it owns."""
         ...
 
 
-class Servers:
+class CollectiveServers:
     """The servers of one transport, held weakly and asked in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._servers: list[weakref.ref[Server]] = []
-        self.parting = False
+        self._servers: list[weakref.ref[CollectiveServer]] = []
+        self.draining = False
         """Whether this rank is about to leave."""
         self.next_slow_s = 0.0
         """When the rank may say again that it waits although data moves, as `time.monotonic` counts."""
 
-    def offer(self, server: Server) -> None:
+    def offer(self, server: CollectiveServer) -> None:
         """Adds a server, as long as it lives."""
         self._servers = [each for each in self._servers if each() is not None]
         self._servers.append(weakref.ref(server))
 
-    def awaited(self) -> Server | None:
+    def requested(self) -> CollectiveServer | None:
         """The first server for which others are waiting."""
         for found in self._servers:
             server = found()
-            if server is not None and server.awaited():
+            if server is not None and server.requested():
                 return server
         return None
 
-    def part(self) -> None:
+    def drain(self) -> None:
         """Waits, before the transport is closed, until no other rank needs what this one owns."""
-        self.parting = True
+        self.draining = True
         for found in self._servers:
             server = found()
             if server is not None:
-                server.part()
+                server.drain()
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class CurrentWait:
     """A wait that has lasted for a slice or more, for those who ask what a rank does."""
 
     call: str
@@ -168,22 +168,22 @@ class Interruption:
     def __init__(self) -> None:
         self._since_s: float | None = None
 
-    def gives_up(self, prospect: _engine.Prospect, now_s: float, unclear_s: float = UNCLEAR_S) -> bool:
+    def should_abort(self, can_complete: _engine.CanComplete, now_s: float, unclear_s: float = UNCLEAR_S) -> bool:
         """Whether to give up, whenever the exchange should be interrupted.
 
         Args:
-            prospect: Prospect of the exchange.
+            can_complete: Prospect of the exchange.
             now_s: Time in seconds, from any beginning.
             unclear_s: Longest time for which an unclear prospect is enough to go on.
         """
         if self._since_s is None:
             self._since_s = now_s
-        if prospect == _engine.Prospect.UNCLEAR:
+        if can_complete == _engine.CanComplete.UNCLEAR:
             return now_s - self._since_s >= unclear_s
-        return prospect == _engine.Prospect.NONE
+        return can_complete == _engine.CanComplete.NONE
 
 
-class Patience:
+class LongWait:
     """A long wait: serves other ranks meanwhile, and after a while logs which rank waits in which call.
 
     Args:
@@ -198,16 +198,16 @@ class Patience:
         self._moved = self._bytes()
         self._written = False
         self._next_s = ANNOUNCE_AFTER_S
-        self._shown = not _doing.aside
+        self._shown = not _call.in_background
         if self._shown:
-            self._transport.waits = Wait(_doing.what or "a collective", self._quiet_since, peers)
+            self._transport.waits = CurrentWait(_call.what or "a collective", self._quiet_since, peers)
 
     def look(self) -> None:
         """Serves others and checks for movement; to be called after each slice of waiting."""
-        what = _doing.what
+        what = _call.what
         if what is None:
             return
-        server = self._transport.servers.awaited()
+        server = self._transport.collective_servers.requested()
         if server is not None:
             server.serve()
             self._quiet_since = time.monotonic()
@@ -216,28 +216,28 @@ class Patience:
             self._quiet_since = time.monotonic()
         self._moved = moved
         now_s = time.monotonic()
-        quiet_s, waited_s = now_s - self._quiet_since, _doing.waited_s + now_s - self._since
+        quiet_s, waited_s = now_s - self._quiet_since, _call.waited_s + now_s - self._since
         if waited_s >= _WRITE_AFTER * ANNOUNCE_AFTER_S and not self._written:
             self._written = True
             self._write(what)
         if quiet_s >= self._next_s:
             self._next_s = max(3 * self._next_s, 3 * ANNOUNCE_AFTER_S)
-            self._say(quiet_s, what)
-        elif waited_s >= ANNOUNCE_AFTER_S and now_s >= self._transport.servers.next_slow_s:
-            self._say(waited_s, what, moves=quiet_s < _WRITE_AFTER * ANNOUNCE_AFTER_S)
+            self._warn(quiet_s, what)
+        elif waited_s >= ANNOUNCE_AFTER_S and now_s >= self._transport.collective_servers.next_slow_s:
+            self._warn(waited_s, what, moves=quiet_s < _WRITE_AFTER * ANNOUNCE_AFTER_S)
 
-    def _say(self, waited_s: float, what: str, *, moves: bool = False) -> None:
-        self._transport.servers.next_slow_s = time.monotonic() + SLOW_AGAIN_S
-        told = "" if moves else self._silent()
-        if not told:
+    def _warn(self, waited_s: float, what: str, *, moves: bool = False) -> None:
+        self._transport.collective_servers.next_slow_s = time.monotonic() + SLOW_AGAIN_S
+        report = "" if moves else self._silent()
+        if not report:
             branch = "" if moves else ". All ranks must make this call: has one taken another branch?"
-            told = self._others() + (self._slow_link() or branch)
+            report = self._others() + (self._slow_link() or branch)
         where = f"{what}, while data moves" if moves else what
-        _log.warning("rank %d has waited %.0f s in %s: %s", self._transport.rank, waited_s, where, told)
+        _log.warning("rank %d has waited %.0f s in %s: %s", self._transport.rank, waited_s, where, report)
 
     def end(self) -> None:
         """Ends the wait, and removes what was written into the store."""
-        _doing.waited_s += time.monotonic() - self._since
+        _call.waited_s += time.monotonic() - self._since
         if self._shown:
             self._transport.waits = None
         if self._written:
@@ -245,13 +245,13 @@ class Patience:
 
     def _silent(self) -> str:
         """Says which peers are not heard at all; empty if all are, or nobody watches."""
-        standing = self._transport.standing()
-        heard, silence_s = standing["heard_s"], self._transport.silence_s
-        silent = [peer for peer in sorted(self._peers) if peer in heard and heard[peer] > silence_s]
+        connectivity = self._transport.connectivity()
+        last_received, silence_s = connectivity["heard_s"], self._transport.silence_s
+        silent = [peer for peer in sorted(self._peers) if peer in last_received and last_received[peer] > silence_s]
         if not silent:
             return ""
-        longest = max(heard[peer] for peer in silent)
-        majority = "" if standing["quorum"] else ", so that it hears no majority of the ranks and must wait for it"
+        longest = max(last_received[peer] for peer in silent)
+        majority = "" if connectivity["quorum"] else ", so that it hears no majority of the ranks and must wait for it"
         return f"nothing was heard from rank {', '.join(map(str, silent))} for {longest:.0f} s{majority}"
 
     def _slow_link(self) -> str:
@@ -279,12 +279,12 @@ class Patience:
             self._transport.store.set(self._key(self._transport.rank), what)
 
     def _others(self) -> str:
-        told = []
+        report = []
         for peer in sorted(self._peers):
             what = ""
             with contextlib.suppress(RuntimeError):
                 if self._transport.store.check([self._key(peer)]):
                     what = self._transport.store.get(self._key(peer)).decode()
-            told.append(f"rank {peer} waits in {what}" if what else f"rank {peer} computes or does something else")
-        shown, rest = told[:8], len(told) - 8
+            report.append(f"rank {peer} waits in {what}" if what else f"rank {peer} computes or does something else")
+        shown, rest = report[:8], len(report) - 8
         return "; ".join(shown) + (f"; and {rest} others" if rest > 0 else "")

@@ -41,7 +41,7 @@ class EtcdStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Writes a value."""
-        self._ask("put", {"key": self._key(key), "value": _text(value)})
+        self._request("put", {"key": self._key(key), "value": _text(value)})
 
     def get(self, key: str) -> bytes:
         """Reads a value; waits for it if there is none.
@@ -83,7 +83,7 @@ class EtcdStore(Store):
         reads = [{"request_range": {"key": self._key(key), "keys_only": True}} for key in keys]
         # One transaction of etcd holds 128 requests.
         for start in range(0, len(reads), 100):
-            answer = self._ask("txn", {"success": reads[start : start + 100]})
+            answer = self._request("txn", {"success": reads[start : start + 100]})
             if not all(int(each["response_range"].get("count", 0)) for each in answer.get("responses", ())):
                 return False
         return True
@@ -104,18 +104,18 @@ class EtcdStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Deletes a key; returns whether it was there."""
-        return int(self._ask("deleterange", {"key": self._key(key)}).get("deleted", 0)) > 0
+        return int(self._request("deleterange", {"key": self._key(key)}).get("deleted", 0)) > 0
 
     def num_keys(self) -> int:
         """Number of keys under the prefix."""
         start = f"{self._prefix}/".encode()
         end = start[:-1] + bytes([start[-1] + 1])
-        answer = self._ask("range", {"key": _text(start), "range_end": _text(end), "count_only": True})
+        answer = self._request("range", {"key": _text(start), "range_end": _text(end), "count_only": True})
         return int(answer.get("count", 0))
 
     def _read(self, key: str) -> tuple[bytes, int] | None:
         """Value of a key, and the revision in which it was written."""
-        found = self._ask("range", {"key": self._key(key)}).get("kvs")
+        found = self._request("range", {"key": self._key(key)}).get("kvs")
         if not found:
             return None
         return base64.b64decode(found[0].get("value", "")), int(found[0]["mod_revision"])
@@ -124,16 +124,16 @@ class EtcdStore(Store):
         """Writes a value if the key has not been written since a revision; 0 stands for a key that is not there."""
         unchanged = {"key": self._key(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
         put = {"request_put": {"key": self._key(key), "value": _text(value)}}
-        return bool(self._ask("txn", {"compare": [unchanged], "success": [put]}).get("succeeded"))
+        return bool(self._request("txn", {"compare": [unchanged], "success": [put]}).get("succeeded"))
 
     def _key(self, key: str) -> str:
         return _text(f"{self._prefix}/{key}")
 
-    def _ask(self, what: str, question: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, what: str, request: dict[str, Any]) -> dict[str, Any]:
         failures: list[str] = []
         for address in list(self._addresses):
             try:
-                return _post(address, f"/v3/kv/{what}", question, self._request_s)
+                return _post(address, f"/v3/kv/{what}", request, self._request_s)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 failures.append(f"{address.netloc}: {str(error) or type(error).__name__}")
                 self._addresses = [*(each for each in self._addresses if each != address), address]
@@ -148,7 +148,7 @@ def _address(text: str) -> urllib.parse.ParseResult:
     return address
 
 
-def _post(address: urllib.parse.ParseResult, path: str, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def _post(address: urllib.parse.ParseResult, path: str, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     host, port = str(address.hostname), address.port or 2379
     connection = (
         http.client.HTTPSConnection(host, port, timeout=timeout_s, context=ssl.create_default_context())
@@ -156,7 +156,7 @@ def _post(address: urllib.parse.ParseResult, path: str, question: dict[str, Any]
         else http.client.HTTPConnection(host, port, timeout=timeout_s)
     )
     try:
-        connection.request("POST", path, json.dumps(question), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(request), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         body = answer.read()
         if answer.status != 200:

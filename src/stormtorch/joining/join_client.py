@@ -17,12 +17,12 @@ from torch.distributed.distributed_c10d import Store
 import stormtorch._engine as _engine
 from stormtorch.errors import NotAdmitted
 from stormtorch.exchange.options import MOST_LANES, Options
-from stormtorch.joining.admission import not_yet
-from stormtorch.joining.starting import bind, receive_newcomers, start
-from stormtorch.udp import rpc as frames
+from stormtorch.joining.admission import answer_before_joining
+from stormtorch.joining.starting import bind, open_admission_port, start
+from stormtorch.udp import rpc as rpc
 from stormtorch.udp.addresses import Address
-from stormtorch.udp.cards import Agreement, Card, Job, fingerprint, pack, unpack
-from stormtorch.udp.rpc import Answer, Listener
+from stormtorch.udp.cards import Agreement, Card, JobDescription, fingerprint, pack, unpack
+from stormtorch.udp.rpc import Answer, RpcServer
 from stormtorch.udp.udp import UdpTransport
 
 _log = logging.getLogger("stormtorch")
@@ -32,10 +32,10 @@ _WARN_EVERY_S = 10.0
 _MOST_PROBES = 16
 _MOST_RANKS = 0xFFFF
 # Time after which a newcomer whom nobody answers any more gives up, unless `timeout_s` is shorter.
-_UNHEARD_S = 30.0
+_NO_ANSWER_S = 30.0
 
 
-def receptions(cards: Sequence[Card]) -> list[Address]:
+def admission_addresses(cards: Sequence[Card]) -> list[Address]:
     """Addresses at which the processes of these cards receive newcomers."""
     return [(card.host, card.reception) for card in cards if card.reception]
 
@@ -49,7 +49,7 @@ def check_path(who: str, card: Card, agreement: Agreement, others: Sequence[Card
         )
 
 
-def come_in(
+def join_running_job(
     where: Sequence[Address], options: Options, *, rank: int | None = None, store: Store | None = None
 ) -> UdpTransport:
     """Takes a place in a running job. The transport's `enter` then comes into it: `prepare` calls it.
@@ -66,63 +66,66 @@ def come_in(
     Raises:
         NotAdmitted: No rank answers, or the job does not let this process in; the error names addresses and reasons.
     """
-    return _Newcomer(where, options, rank, store).come()
+    return _JoinClient(where, options, rank, store).join()
 
 
-class _Newcomer:
+class _JoinClient:
     def __init__(self, where: Sequence[Address], options: Options, rank: int | None, store: Store | None) -> None:
-        self._where = list(dict.fromkeys(where))
+        self._addresses = list(dict.fromkeys(where))
         self._options = options
         self._wanted = rank
         self._store = HashStore() if store is None else store
         self._give_up_at = time.monotonic() + options.timeout_s
         self._silent: dict[Address, str] = {}  # addresses that did not answer of late, and what happened there
         self._cards: dict[int, Card] = {}
-        self._answer: Answer = not_yet
-        self._is_here = False
+        self._answer: Answer = answer_before_joining
+        self._has_joined = False
         self._warned_at = time.monotonic()
 
-    def come(self) -> UdpTransport:
-        learned = self._ask({"op": "learn"}, min(_UNHEARD_S, self._options.timeout_s))
+    def join(self) -> UdpTransport:
+        learned = self._request({"op": "learn"}, min(_NO_ANSWER_S, self._options.timeout_s))
         if learned.get("state") != "running":
             raise self._refused(learned)
         job = self._job(learned)
         endpoint, card = bind(self._options, job.agreement)
-        listener, card = receive_newcomers(card, self._options, not_yet)
+        listener, card = open_admission_port(card, self._options, answer_before_joining)
         card = replace(card, fingerprint=fingerprint(self._options.key, job.cookie))
         check_path("joining", card, job.agreement, list(self._cards.values()))
         # This socket's buffer may be smaller than agreed; the credit that this rank gives then follows it.
         buffer = min(job.agreement.receive_buffer, card.receive_buffer)
         job = replace(job, agreement=replace(job.agreement, receive_buffer=buffer))
-        rank, incarnation = self._seat(card.incarnation)
+        rank, incarnation = self._request_slot(card.incarnation)
         card = replace(card, incarnation=incarnation)
         cards = {each: other for each, other in self._cards.items() if each < job.capacity} | {rank: card}
         transport = start(endpoint, listener, self._store, rank, cards, job, self._options)
         if listener is not None:
-            self._answer, listener.answer = listener.answer, not_yet  # it receives nobody before it is in itself
-        transport.enter = functools.partial(self._come_in, weakref.ref(transport), rank, card, listener)
+            self._answer, listener.answer = (
+                listener.answer,
+                answer_before_joining,
+            )  # it receives nobody before it is in itself
+        transport.enter = functools.partial(self._join_view, weakref.ref(transport), rank, card, listener)
         return transport
 
-    def _come_in(
-        self, found: Callable[[], UdpTransport | None], rank: int, card: Card, listener: Listener | None
+    def _join_view(
+        self, found: Callable[[], UdpTransport | None], rank: int, card: Card, listener: RpcServer | None
     ) -> None:
         """Asks the others to let this process in, and waits until it is in."""
         transport = found()
-        if transport is None or self._is_here:
+        if transport is None or self._has_joined:
             return
         self._give_up_at = time.monotonic() + self._options.timeout_s
-        if self._wait(rank, card, transport) == "taken":
+        if self._request_admission(rank, card, transport) == "taken":
             raise NotAdmitted(f"rank {rank}: another process has taken this place meanwhile: start again")
-        self._enter(transport, rank, card)
-        self._is_here = True
+        self._wait_for_view(transport, rank, card)
+        self._has_joined = True
         if listener is not None:
             listener.answer = self._answer
 
     # --- what it is told --------------------------------------------------------------------------------------------
 
-    def _job(self, learned: dict[str, Any]) -> Job:
+    def _job(self, learned: dict[str, Any]) -> JobDescription:
         try:
-            job = Job(
+            job = JobDescription(
                 cookie=str(learned["cookie"]).encode(),
                 agreement=Agreement(**learned["agreement"]),
                 prefix=str(learned["prefix"]),
@@ -138,14 +141,14 @@ class _Newcomer:
         self._take(learned)
         # From now on, this process also knows the receptions of all other ranks; members of the view come first.
         for _, card in sorted(self._cards.items(), key=lambda item: (item[0] not in members, item[0])):
-            if card.reception and (card.host, card.reception) not in self._where:
-                self._where.append((card.host, card.reception))
+            if card.reception and (card.host, card.reception) not in self._addresses:
+                self._addresses.append((card.host, card.reception))
         return job
 
     def _take(self, answer: Mapping[str, Any]) -> None:
         """Takes over the cards in an answer that are newer than those that this process knows."""
-        told = answer.get("cards", {})
-        for text, packed in told.items() if isinstance(told, dict) else ():
+        received = answer.get("cards", {})
+        for text, packed in received.items() if isinstance(received, dict) else ():
             try:
                 rank, card = int(text), unpack(str(packed).encode())
             except ValueError as error:
@@ -153,27 +156,27 @@ class _Newcomer:
             if rank not in self._cards or card.incarnation > self._cards[rank].incarnation:
                 self._cards[rank] = card
 
-    def _seat(self, above: int) -> tuple[int, int]:
+    def _request_slot(self, above: int) -> tuple[int, int]:
         """Gets a slot and a number from a rank; every rank gives some of the free slots away."""
         full = 0
-        for _ in range(len(self._where)):
-            answer = self._ask({"op": "seat", "rank": self._wanted, "above": above}, _UNHEARD_S)
+        for _ in range(len(self._addresses)):
+            answer = self._request({"op": "seat", "rank": self._wanted, "above": above}, _NO_ANSWER_S)
             if answer.get("state") == "seat":
                 return int(answer["rank"]), int(answer["incarnation"])
             if answer.get("state") != "full":
                 raise self._refused(answer)
             full = int(answer.get("capacity", 0))
-            self._where.append(self._where.pop(0))
+            self._addresses.append(self._addresses.pop(0))
         raise NotAdmitted(
             f"the job at {self._named()} has no free slot among its {full}: start the job with more spare_ranks, or "
             "wait until a rank has left"
         )
 
-    def _wait(self, rank: int, card: Card, transport: UdpTransport) -> str:
+    def _request_admission(self, rank: int, card: Card, transport: UdpTransport) -> str:
         """Asks until a view includes this process, or it may talk with the others before that, or the slot is lost."""
         nap_s = _SHORTEST_NAP_S
         while True:
-            answer = self._ask(_question(rank, card), _UNHEARD_S)
+            answer = self._request(_join_request(rank, card), _NO_ANSWER_S)
             state = answer.get("state")
             if state in ("in", "knock", "taken"):
                 self._take(answer)
@@ -186,11 +189,11 @@ class _Newcomer:
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
-    def _enter(self, transport: UdpTransport, rank: int, card: Card) -> None:
+    def _wait_for_view(self, transport: UdpTransport, rank: int, card: Card) -> None:
         """Waits until the transport itself has learned of the view that it is in."""
         endpoint, packed = transport.endpoint, pack(card)
         transport.watch()
-        endpoint.ask_in(rank, card.incarnation, packed)
+        endpoint.request_admission(rank, card.incarnation, packed)
         nap_s = _SHORTEST_NAP_S
         while not self._is_in(endpoint, rank, card.incarnation):
             endpoint.wait_view(0, nap_s)
@@ -199,9 +202,9 @@ class _Newcomer:
             if transport.leaving:
                 raise SystemExit  # SIGTERM: it has nothing to hand over
             # Others may have come meanwhile: those whom no majority has let in know each other by their asking alone.
-            for address in list(self._where):
-                with contextlib.suppress(OSError, frames.Garbage):
-                    answer = self._talk(address, _question(rank, card))
+            for address in list(self._addresses):
+                with contextlib.suppress(OSError, rpc.MalformedMessage):
+                    answer = self._rpc(address, _join_request(rank, card))
                     if answer.get("state") == "taken":
                         raise NotAdmitted(f"rank {rank}: another process has taken this place meanwhile: start again")
                     self._take(answer)
@@ -215,27 +218,27 @@ class _Newcomer:
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, question: dict[str, Any], patience_s: float) -> dict[str, Any]:
+    def _request(self, request: dict[str, Any], wait_limit_s: float) -> dict[str, Any]:
         """Asks the first address that answers; those that do not go to the end of the list.
 
         Raises:
-            NotAdmitted: None has answered for `patience_s`.
+            NotAdmitted: None has answered for `wait_limit_s`.
         """
-        give_up_at = min(time.monotonic() + patience_s, self._give_up_at)
+        give_up_at = min(time.monotonic() + wait_limit_s, self._give_up_at)
         while True:
-            for address in list(self._where):
+            for address in list(self._addresses):
                 try:
-                    answer = self._talk(address, question)
-                except (OSError, frames.Garbage) as error:
+                    answer = self._rpc(address, request)
+                except (OSError, rpc.MalformedMessage) as error:
                     self._silent[address] = str(error) or type(error).__name__
-                    self._where.remove(address)
-                    self._where.append(address)
+                    self._addresses.remove(address)
+                    self._addresses.append(address)
                     continue
                 if answer.get("state") not in ("founding", "over"):
                     return answer
                 self._silent[address] = "it is not in the job yet" if answer["state"] == "founding" else "it is leaving"
                 self._take({"cards": answer.get("others", {})})
-            if time.monotonic() >= give_up_at or (question["op"] == "learn" and self._all_refuse()):
+            if time.monotonic() >= give_up_at or (request["op"] == "learn" and self._all_refuse()):
                 raise NotAdmitted(
                     "no rank of the job answers: "
                     + "; ".join(f"{host}:{port}: {why}" for (host, port), why in self._silent.items())
@@ -243,14 +246,14 @@ class _Newcomer:
                 )
             time.sleep(_LONGEST_NAP_S)
 
-    def _talk(self, address: Address, question: dict[str, Any]) -> dict[str, Any]:
-        answer = frames.ask(address, question, key=self._options.key, version=version("stormtorch"))
+    def _rpc(self, address: Address, request: dict[str, Any]) -> dict[str, Any]:
+        answer = rpc.request(address, request, key=self._options.key, version=version("stormtorch"))
         self._silent.pop(address, None)
         return answer
 
     def _all_refuse(self) -> bool:
         """Whether at every address the machine is there, but no such process: waiting would not help."""
-        return all("refused" in self._silent.get(each, "") for each in self._where)
+        return all("refused" in self._silent.get(each, "") for each in self._addresses)
 
     def _check_time(self, rank: int, why: str) -> None:
         now = time.monotonic()
@@ -264,11 +267,11 @@ class _Newcomer:
         return NotAdmitted(f"the job at {self._named()} refuses this process: {answer.get('why', answer.get('state'))}")
 
     def _named(self) -> str:
-        host, port = next(iter(each for each in self._where if each not in self._silent), self._where[0])
+        host, port = next(iter(each for each in self._addresses if each not in self._silent), self._addresses[0])
         return f"{host}:{port}"
 
 
-def _question(rank: int, card: Card) -> dict[str, Any]:
+def _join_request(rank: int, card: Card) -> dict[str, Any]:
     return {"op": "ask", "rank": rank, "incarnation": card.incarnation, "card": pack(card).decode()}
 
 
@@ -283,8 +286,8 @@ def probe(where: Sequence[Address], options: Options, prefix: str) -> dict[Addre
 
     def state(address: Address) -> str | None:
         try:
-            answer = frames.ask(address, {"op": "learn"}, key=options.key, version=version("stormtorch"))
-        except (OSError, frames.Garbage):
+            answer = rpc.request(address, {"op": "learn"}, key=options.key, version=version("stormtorch"))
+        except (OSError, rpc.MalformedMessage):
             return None
         if answer.get("state") == "running" and answer.get("prefix") != prefix:
             return None
@@ -294,4 +297,4 @@ def probe(where: Sequence[Address], options: Options, prefix: str) -> dict[Addre
         return {}
     with ThreadPoolExecutor(min(len(where), _MOST_PROBES), "probe") as pool:
         states = dict(zip(where, pool.map(state, where), strict=True))
-    return {address: told for address, told in states.items() if told is not None}
+    return {address: received for address, received in states.items() if received is not None}

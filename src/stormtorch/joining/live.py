@@ -11,13 +11,13 @@ from importlib.metadata import version
 from typing import Any
 
 from stormtorch.errors import NotAdmitted
-from stormtorch.joining.admission import MOST_ERRANDS
-from stormtorch.telemetry.records import Record, Who, checked
-from stormtorch.udp import rpc as frames
+from stormtorch.joining.admission import MOST_FORWARDED_REQUESTS
+from stormtorch.telemetry.records import ProcessId, Record, checked
+from stormtorch.udp import rpc as rpc
 from stormtorch.udp.addresses import Address, addresses
 
 _ASK_S = 2.0
-_PASS_ON_S = 4.0
+_FORWARD_S = 4.0
 # A rank that nobody reaches is asked for again after this time; one that only others reach, directly.
 _AGAIN_S = 5.0
 _DIRECT_AGAIN_S = 30.0
@@ -26,7 +26,7 @@ _MOST_ANSWERS = 64
 _MOST_TALKS = 16
 # Ranks that nobody here reaches are asked for by others: so long in all at each read, and again so soon by one that was
 # busy. Who had no turn is asked for at the next read.
-_ERRANDS_S = 6.0
+_FORWARDS_TIMEOUT_S = 6.0
 _BUSY_AGAIN_S = 0.1
 
 
@@ -57,13 +57,13 @@ class LiveJob:
     """
 
     def __init__(self, where: str, *, key: bytes | None = None) -> None:
-        self._where = addresses(where)
+        self._addresses = addresses(where)
         self._key = key
         self._version = version("stormtorch")  # reads a file, and every question names it
         self._ranks: dict[int, _Rank] = {}
         self._pool = ThreadPoolExecutor(_MOST_TALKS, "watch")
 
-    def read(self) -> dict[Who, list[Record]]:
+    def read(self) -> dict[ProcessId, list[Record]]:
         """Returns the records that have come since the last call, by process.
 
         It takes up to some seconds where ranks cannot be reached, and goes on without them: see `ways`.
@@ -73,7 +73,7 @@ class LiveJob:
             NotAdmitted: The job has another key, or another version of this package.
         """
         now = time.monotonic()
-        found: dict[Who, list[Record]] = {}
+        found: dict[ProcessId, list[Record]] = {}
         if not any(rank.way == "direct" for rank in self._ranks.values()):
             self._find(found)
         # Copied: what is told names ranks that were not known before.
@@ -83,7 +83,7 @@ class LiveJob:
         others = [(number, rank) for number, rank in due if rank.way != "direct"]
         through = [number for number, rank in self._ranks.items() if rank.way == "direct"]
         if others and through:
-            seats = {helper: threading.Semaphore(MOST_ERRANDS) for helper in through}
+            seats = {helper: threading.Semaphore(MOST_FORWARDED_REQUESTS) for helper in through}
             for each in self._pool.map(lambda item: self._ask_through(item[0], item[1], seats, now), others):
                 _merge(found, each)
         return found
@@ -98,15 +98,15 @@ class LiveJob:
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
-    def _find(self, found: dict[Who, list[Record]]) -> None:
+    def _find(self, found: dict[ProcessId, list[Record]]) -> None:
         """Learns which ranks are at the addresses that the user gave."""
         errors: list[str] = []
-        for address in self._where:
+        for address in self._addresses:
             try:
-                answer = self._ask(address, {"op": "tell", "since": 0}, _ASK_S)
+                answer = self._request(address, {"op": "tell", "since": 0}, _ASK_S)
             except NotAdmitted:
                 raise
-            except (OSError, frames.Garbage) as error:
+            except (OSError, rpc.MalformedMessage) as error:
                 errors.append(f"{address[0]}:{address[1]}: {error}")
                 continue
             number = answer.get("rank")
@@ -123,29 +123,29 @@ class LiveJob:
                 "records and its log name it, or the folder of STORM_RECORD"
             )
 
-    def _ask(self, address: Address, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        return frames.ask(address, question, key=self._key, version=self._version, timeout_s=timeout_s)
+    def _request(self, address: Address, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        return rpc.request(address, request, key=self._key, version=self._version, timeout_s=timeout_s)
 
-    def _ask_directly(self, rank: _Rank, now: float) -> dict[Who, list[Record]]:
+    def _ask_directly(self, rank: _Rank, now: float) -> dict[ProcessId, list[Record]]:
         if now < rank.direct_at:
             return {}
-        found: dict[Who, list[Record]] = {}
+        found: dict[ProcessId, list[Record]] = {}
         try:
             for _ in range(_MOST_ANSWERS):
-                answer = self._ask(rank.address, {"op": "tell", "since": rank.since}, _ASK_S)
+                answer = self._request(rank.address, {"op": "tell", "since": rank.since}, _ASK_S)
                 if not self._take(rank, answer, found, "direct"):
                     break
-        except (OSError, frames.Garbage, NotAdmitted) as error:
+        except (OSError, rpc.MalformedMessage, NotAdmitted) as error:
             rank.way, rank.direct_at = f"{rank.address[0]}:{rank.address[1]}: {error}", now + _DIRECT_AGAIN_S
         return found
 
     def _ask_through(
         self, number: int, rank: _Rank, seats: dict[int, threading.Semaphore], now: float
-    ) -> dict[Who, list[Record]]:
+    ) -> dict[ProcessId, list[Record]]:
         """Has another rank ask, each time another one, so that no rank has all the work, nor more than it takes on."""
-        found: dict[Who, list[Record]] = {}
+        found: dict[ProcessId, list[Record]] = {}
         helper = list(seats)[(number + int(now)) % len(seats)]
-        until = now + _ERRANDS_S
+        until = now + _FORWARDS_TIMEOUT_S
         if not seats[helper].acquire(timeout=max(0.0, until - time.monotonic())):
             return found
         try:
@@ -157,7 +157,7 @@ class LiveJob:
                     break
                 if not self._take(rank, answer, found, f"through rank {helper}"):
                     break
-        except (OSError, frames.Garbage, NotAdmitted):
+        except (OSError, rpc.MalformedMessage, NotAdmitted):
             pass  # it is asked through another one next time
         finally:
             seats[helper].release()
@@ -165,28 +165,28 @@ class LiveJob:
             rank.at = now + _AGAIN_S
         return found
 
-    def _ask_patiently(self, helper: int, question: dict[str, Any], until: float) -> dict[str, Any] | None:
+    def _ask_patiently(self, helper: int, request: dict[str, Any], until: float) -> dict[str, Any] | None:
         """Asks a rank again while it is busy with other watchers and newcomers; None if it was all the time."""
         while time.monotonic() < until:
             try:
-                answer = self._ask(self._ranks[helper].address, question, _PASS_ON_S)
-            except (frames.Garbage, ConnectionResetError):
+                answer = self._request(self._ranks[helper].address, request, _FORWARD_S)
+            except (rpc.MalformedMessage, ConnectionResetError):
                 answer = {"state": "busy"}  # all seats are taken: it hangs up before it greets
             if answer.get("state") != "busy":
                 return answer
             time.sleep(_BUSY_AGAIN_S)
         return None
 
-    def _take(self, rank: _Rank, answer: dict[str, Any], found: dict[Who, list[Record]], way: str) -> bool:
+    def _take(self, rank: _Rank, answer: dict[str, Any], found: dict[ProcessId, list[Record]], way: str) -> bool:
         """Takes over what a rank has told. Returns whether it has more to tell. The answer may hold anything."""
         number, incarnation, pid = answer.get("rank"), answer.get("incarnation"), answer.get("pid")
-        following, told = answer.get("next"), answer.get("records")
+        following, received = answer.get("next"), answer.get("records")
         if answer.get("state") != "running":
             if answer.get("state") != "busy":
                 rank.way = str(answer.get("why", "its training has ended"))[:300]
             return False
         numbers = (number, incarnation, pid, following)
-        if not all(type(each) is int and each >= 0 for each in numbers) or not isinstance(told, list):
+        if not all(type(each) is int and each >= 0 for each in numbers) or not isinstance(received, list):
             rank.way = "it told nonsense"
             return False
         assert isinstance(number, int) and isinstance(incarnation, int) and isinstance(pid, int)
@@ -198,9 +198,9 @@ class LiveJob:
             rank.incarnation, rank.pid, rank.since = incarnation, pid, 0
             if again:
                 return True
-        records = [record for each in told if (record := checked(each)) is not None]
+        records = [record for each in received if (record := checked(each)) is not None]
         if records:
-            found.setdefault(Who(number, incarnation, pid), []).extend(records)
+            found.setdefault(ProcessId(number, incarnation, pid), []).extend(records)
         more = following > rank.since and answer.get("more") is True
         rank.since = following
         self._learn(answer)
@@ -208,8 +208,8 @@ class LiveJob:
 
     def _learn(self, answer: dict[str, Any]) -> None:
         """Learns the addresses of other ranks, and that other processes have taken their places."""
-        told = answer.get("receptions")
-        for text, place in told.items() if isinstance(told, dict) and len(told) <= _MOST_RANKS else ():
+        received = answer.get("receptions")
+        for text, place in received.items() if isinstance(received, dict) and len(received) <= _MOST_RANKS else ():
             try:
                 number, (host, port, incarnation) = int(text), place
                 ipaddress.ip_address(str(host).partition("%")[0])
@@ -225,6 +225,6 @@ class LiveJob:
                     rank.address, rank.at, rank.direct_at = address, 0.0, 0.0
 
 
-def _merge(found: dict[Who, list[Record]], more: dict[Who, list[Record]]) -> None:
+def _merge(found: dict[ProcessId, list[Record]], more: dict[ProcessId, list[Record]]) -> None:
     for who, records in more.items():
         found.setdefault(who, []).extend(records)

@@ -15,25 +15,25 @@ from torch.distributed.distributed_c10d import Store
 
 from stormtorch.exchange.keys import VARIABLE as KEY_VARIABLE
 from stormtorch.exchange.options import Options
-from stormtorch.joining.admission import not_yet
-from stormtorch.joining.join_client import check_path, come_in, receptions
-from stormtorch.joining.restarting import Generations, JobRuns
-from stormtorch.joining.starting import bind, receive_newcomers, start
+from stormtorch.joining.admission import answer_before_joining
+from stormtorch.joining.join_client import admission_addresses, check_path, join_running_job
+from stormtorch.joining.restarting import Generations, JobAlreadyRuns
+from stormtorch.joining.starting import bind, open_admission_port, start
 from stormtorch.udp.cards import (
     ADVICE,
     Card,
-    Job,
+    JobDescription,
     agree,
+    card_keys,
     fingerprint,
-    first,
-    known,
-    newest,
+    first_card,
+    known_cards,
+    newest_card,
     next_incarnation,
-    places,
     publish,
-    publish_later,
+    publish_successor_card,
 )
-from stormtorch.udp.store_rendezvous import Attendance
+from stormtorch.udp.store_rendezvous import StoreRendezvous
 from stormtorch.udp.udp import UdpTransport
 
 _log = logging.getLogger("stormtorch")
@@ -64,39 +64,39 @@ def connect(
     options = options or Options()
     _check_rank(rank, world)
     if options.rejoin == "auto":
-        return _start_or_return(store, rank, world, options, prefix)
+        return _start_or_rejoin(store, rank, world, options, prefix)
     if options.rejoin:
         store.get(f"{prefix}/cookie")  # waits until there is a job
-        where = receptions([card for peer, card in known(store, prefix, world).items() if peer != rank])
-        return _return(store, rank, world, options, prefix, where)
-    return _meet(store, rank, world, options, prefix)
+        where = admission_addresses([card for peer, card in known_cards(store, prefix, world).items() if peer != rank])
+        return _take_over_rank(store, rank, world, options, prefix, where)
+    return _rendezvous(store, rank, world, options, prefix)
 
 
-def _start_or_return(store: Store, rank: int, world: int, options: Options, prefix: str) -> UdpTransport:
+def _start_or_rejoin(store: Store, rank: int, world: int, options: Options, prefix: str) -> UdpTransport:
     generations = Generations(store, rank, world, options, prefix)
     while True:
-        way = generations.find_way()
-        if way.where:
-            return _return(store, rank, world, options, way.prefix, way.where)
-        with contextlib.suppress(JobRuns):
-            look_back = functools.partial(generations.look_back, way.prefix)
-            return _meet(store, rank, world, options, way.prefix, look_back)
+        location = generations.find_job()
+        if location.where:
+            return _take_over_rank(store, rank, world, options, location.prefix, location.where)
+        with contextlib.suppress(JobAlreadyRuns):
+            check_earlier_generations = functools.partial(generations.check_earlier_generations, location.prefix)
+            return _rendezvous(store, rank, world, options, location.prefix, check_earlier_generations)
 
 
-def _return(
+def _take_over_rank(
     store: Store, rank: int, world: int, options: Options, prefix: str, where: Sequence[tuple[str, int]]
 ) -> UdpTransport:
     """Takes the place of a rank whose process died, by asking the others."""
-    transport = come_in(where, options, rank=rank, store=store)
+    transport = join_running_job(where, options, rank=rank, store=store)
     if transport.world != world:
         transport.close(0.0)
         raise ValueError(f"rank {rank}: the running job began with {transport.world} ranks, not {world}")
     with contextlib.suppress(RuntimeError):  # the ranks know it already; the store only serves those to come
-        publish_later(store, prefix, rank, transport.cards[rank])
+        publish_successor_card(store, prefix, rank, transport.cards[rank])
     return transport
 
 
-def _meet(
+def _rendezvous(
     store: Store,
     rank: int,
     world: int,
@@ -104,21 +104,21 @@ def _meet(
     prefix: str,
     meanwhile: Callable[[], None] | None = None,
 ) -> UdpTransport:
-    attendance = Attendance(store, prefix, rank, world, options.timeout_s, meanwhile)
-    with attendance.or_note():
+    store_rendezvous = StoreRendezvous(store, prefix, rank, world, options.timeout_s, meanwhile)
+    with store_rendezvous.publish_failure():
         endpoint, card = bind(options)
-        listener, card = receive_newcomers(card, options, not_yet)
+        listener, card = open_admission_port(card, options, answer_before_joining)
     try:
         # A rank 0 that died here may have left a cookie to which the others keep.
         founded = meanwhile is not None and store.check([f"{prefix}/cookie"])
-        job, cards = _agree_in_store(store, rank, world, options, prefix, attendance, card, founded)
+        job, cards = _agree_in_store(store, rank, world, options, prefix, store_rendezvous, card, founded)
         transport = start(endpoint, listener, store, rank, cards, job, options)
     except BaseException:
         if listener is not None:
             listener.close()  # nobody is to be told that this rank is still meeting the others
         raise
-    if transport.whereabouts is not None:
-        _find_ways(transport, attendance)
+    if transport.address_book is not None:
+        _wait_for_routes(transport, store_rendezvous)
     return transport
 
 
@@ -128,10 +128,10 @@ def _agree_in_store(
     world: int,
     options: Options,
     prefix: str,
-    attendance: Attendance,
+    store_rendezvous: StoreRendezvous,
     card: Card,
     founded: bool,
-) -> tuple[Job, dict[int, Card]]:
+) -> tuple[JobDescription, dict[int, Card]]:
     """Publishes this rank's card, and returns what the ranks have in common, and their cards.
 
     `founded`: a rank 0 has drawn the cookie already.
@@ -141,30 +141,30 @@ def _agree_in_store(
         store.set(f"{prefix}/start", json.dumps({"world": world, "version": version("stormtorch")}))
         drawn = secrets.token_hex(8)
         store.set(f"{prefix}/cookie", drawn)
-    attendance.wait({0: f"{prefix}/cookie"})
-    with attendance.or_note():
+    store_rendezvous.wait({0: f"{prefix}/cookie"})
+    with store_rendezvous.publish_failure():
         _check_start(store, prefix, rank, world)
         cookie = _read_cookie(store, prefix)
         if drawn is not None and drawn.encode() != cookie:
             raise ValueError(f"rank {rank}: the store shows another cookie than this process has written. {ADVICE}")
     card = replace(card, fingerprint=fingerprint(options.key, cookie))
     publish(store, prefix, rank, card)
-    attendance.wait(places(prefix, world))
-    with attendance.or_note():
-        cards = [first(store, prefix, peer) for peer in range(world)]
+    store_rendezvous.wait(card_keys(prefix, world))
+    with store_rendezvous.publish_failure():
+        cards = [first_card(store, prefix, peer) for peer in range(world)]
         _check_cards(rank, card, cards)
     cards[rank] = card  # keys follow from it, and no store may choose them
-    if rank == 0 and options.key is None and any(_meets_strangers(each) for each in cards):
-        _warn_of_strangers()
-    return Job(cookie=cookie, agreement=agree(cards), prefix=prefix, world=world), dict(enumerate(cards))
+    if rank == 0 and options.key is None and any(_on_shared_network(each) for each in cards):
+        _warn_without_key()
+    return JobDescription(cookie=cookie, agreement=agree(cards), prefix=prefix, world=world), dict(enumerate(cards))
 
 
-def _find_ways(transport: UdpTransport, attendance: Attendance) -> None:
-    assert transport.whereabouts is not None
+def _wait_for_routes(transport: UdpTransport, store_rendezvous: StoreRendezvous) -> None:
+    assert transport.address_book is not None
     try:
-        with attendance.or_note():
+        with store_rendezvous.publish_failure():
             peers = [peer for peer in range(transport.world) if peer != transport.rank]
-            transport.whereabouts.find_all(peers, transport.silence_s)
+            transport.address_book.wait_for_peers(peers, transport.silence_s)
     except BaseException:
         transport.close(0.0)
         raise
@@ -176,7 +176,7 @@ def rejoin(
     """Takes the place of a rank whose process died, in a job that goes on.
 
     The agreement that the ranks made at the start still holds. The transport can be used at once, but a peer accepts
-    its datagrams only after it has readmitted this process: see `returned` and `UdpTransport.readmit`. Other ranks may
+    its datagrams only after it has readmitted this process: see `newer_card` and `UdpTransport.readmit`. Other ranks may
     have died meanwhile. Sequence numbers start at zero here, so exchanges need a group whose name is new to all ranks.
 
     Args:
@@ -190,24 +190,24 @@ def rejoin(
     options = options or Options()
     _check_rank(rank, world)
     cookie = _read_cookie(store, prefix)
-    founders = [first(store, prefix, peer) for peer in range(world)]
+    founders = [first_card(store, prefix, peer) for peer in range(world)]
     agreement = agree(founders)
     endpoint, card = bind(options, agreement)
-    listener, card = receive_newcomers(card, options, not_yet)
+    listener, card = open_admission_port(card, options, answer_before_joining)
     card = replace(card, fingerprint=fingerprint(options.key, cookie))
     _check_keys(rank, card, founders)
     check_path(f"rank {rank}", card, agreement, founders)
-    cards = {peer: newest(store, prefix, peer, 0) or founder for peer, founder in enumerate(founders)}
+    cards = {peer: newest_card(store, prefix, peer, 0) or founder for peer, founder in enumerate(founders)}
     cards[rank] = card = replace(card, incarnation=next_incarnation(store, prefix, rank))
     # This socket's buffer may be smaller than agreed; the credit that this rank gives then follows it.
     agreement = replace(agreement, receive_buffer=min(agreement.receive_buffer, card.receive_buffer))
-    job = Job(cookie=cookie, agreement=agreement, prefix=prefix, world=world)
+    job = JobDescription(cookie=cookie, agreement=agreement, prefix=prefix, world=world)
     transport = start(endpoint, listener, store, rank, cards, job, options)
     publish(store, prefix, rank, card)
     return transport
 
 
-def reincarnate(transport: UdpTransport) -> None:
+def rejoin_in_place(transport: UdpTransport) -> None:
     """Lets a rank that was cut off return as a new process would, but within its own process.
 
     Its old endpoint says goodbye, so that nobody waits for data that it will not send. Peers accept the new endpoint
@@ -215,10 +215,12 @@ def reincarnate(transport: UdpTransport) -> None:
     """
     transport.close(0.0)
     options = replace(transport.options, port=0)
-    transport.succeed(rejoin(transport.store, transport.rank, transport.world, options, prefix=transport.prefix))
+    transport.replace_endpoint(
+        rejoin(transport.store, transport.rank, transport.world, options, prefix=transport.prefix)
+    )
 
 
-def returned(store: Store, peer: int, known_incarnation: int, *, prefix: str = "storm") -> Card | None:
+def newer_card(store: Store, peer: int, known_incarnation: int, *, prefix: str = "storm") -> Card | None:
     """Card of a newer process that has taken a peer's place; None if there is none.
 
     Looks into the store and never blocks. Pass the card to `UdpTransport.readmit`.
@@ -229,7 +231,7 @@ def returned(store: Store, peer: int, known_incarnation: int, *, prefix: str = "
         known_incarnation: Number of the process that this rank knows, `transport.incarnation(peer)`: 0 is the first.
         prefix: Prefix that was given to `connect`: `transport.prefix`.
     """
-    return newest(store, prefix, peer, known_incarnation)
+    return newest_card(store, prefix, peer, known_incarnation)
 
 
 def _check_rank(rank: int, world: int) -> None:
@@ -287,13 +289,13 @@ def _check_keys(rank: int, card: Card, cards: Sequence[Card]) -> None:
             )
 
 
-def _meets_strangers(card: Card) -> bool:
+def _on_shared_network(card: Card) -> bool:
     """Whether others may share the rank's network: not on loopback, nor on the lab's network, which is for tests."""
     return not card.loopback and ipaddress.ip_address(card.host.partition("%")[0]) not in _TEST_NETWORK
 
 
 @functools.cache  # once per process
-def _warn_of_strangers() -> None:
+def _warn_without_key() -> None:
     _log.warning(
         "rank 0: this job uses a network without a key. Anyone who reaches its store can read the cookie there and "
         "forge datagrams with it: gradients, or a ping that silences a link. Anyone who sees packets can read them. "

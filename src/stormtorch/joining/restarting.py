@@ -13,9 +13,9 @@ from torch.distributed.distributed_c10d import Store
 
 from stormtorch.errors import RanksMissing
 from stormtorch.exchange.options import Options
-from stormtorch.joining.join_client import probe, receptions
+from stormtorch.joining.join_client import admission_addresses, probe
 from stormtorch.udp.addresses import Address
-from stormtorch.udp.cards import Card, first_if_there, known
+from stormtorch.udp.cards import Card, first_card_if_published, known_cards
 
 _log = logging.getLogger("stormtorch")
 _NAP_S = 0.3
@@ -26,7 +26,7 @@ _LOOK_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class JobLocation:
     """How a process gets into its job."""
 
     prefix: str
@@ -35,7 +35,7 @@ class Way:
     """Ranks of the running job; empty if this process must meet the other ranks in the store."""
 
 
-class JobRuns(Exception):
+class JobAlreadyRuns(Exception):
     """Another generation of the job turned out to be running."""
 
 
@@ -55,7 +55,7 @@ class Generations:
         self._options, self._prefix = options, prefix
         self._look_at = 0.0
 
-    def find_way(self) -> Way:
+    def find_job(self) -> JobLocation:
         """Finds out whether the job runs, and waits until there is one to come into or to start together.
 
         Raises:
@@ -65,15 +65,15 @@ class Generations:
         warn_at = began + _WARN_EVERY_S
         while True:
             latest = self._store.add(self._counter, 0)
-            way = self._running(latest)
-            if way is not None:
-                return way
-            meets, waits = self._meeting(latest)
-            if meets:
-                return Way(prefix=self._name(latest), where=[])
+            location = self._running(latest)
+            if location is not None:
+                return location
+            may_start, waits = self._rendezvous_state(latest)
+            if may_start:
+                return JobLocation(prefix=self._name(latest), where=[])
             if self._rank == 0 and not waits:
                 # Rank 0 alone counts, so nobody else can have counted meanwhile.
-                return Way(prefix=self._name(self._store.add(self._counter, 1)), where=[])
+                return JobLocation(prefix=self._name(self._store.add(self._counter, 1)), where=[])
             now = time.monotonic()
             if now >= began + self._options.timeout_s:
                 error = RanksMissing(
@@ -87,47 +87,47 @@ class Generations:
                 _log.warning("rank %d: no job runs yet, %.0f s after this process began", self._rank, now - began)
             time.sleep(_NAP_S)
 
-    def look_back(self, meeting: str) -> None:
+    def check_earlier_generations(self, rendezvous: str) -> None:
         """Looks, while this rank meets the others, whether the job runs in another generation after all.
 
         Args:
-            meeting: Prefix under which they meet. Those who have seen the last card before this rank run there already.
+            rendezvous: Prefix under which they meet. Those who have seen the last card before this rank run there already.
 
         Raises:
-            JobRuns: It does.
+            JobAlreadyRuns: It does.
         """
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_EVERY_S
-            if self._running(self._store.add(self._counter, 0), meeting) is not None:
-                raise JobRuns
+            if self._running(self._store.add(self._counter, 0), rendezvous) is not None:
+                raise JobAlreadyRuns
 
-    def _running(self, latest: int, meeting: str = "") -> Way | None:
+    def _running(self, latest: int, rendezvous: str = "") -> JobLocation | None:
         for generation in range(latest, max(latest - _LOOK_BACK, 0), -1):
             name = self._name(generation)
-            if name == meeting:
+            if name == rendezvous:
                 continue
-            others = receptions(self._others(name))
+            others = admission_addresses(self._others(name))
             states = probe(others, self._options, name)
             if "running" in states.values():
                 first = [each for each, state in states.items() if state == "running"]
-                return Way(prefix=name, where=[*first, *(each for each in others if each not in first)])
+                return JobLocation(prefix=name, where=[*first, *(each for each in others if each not in first)])
         return None
 
-    def _meeting(self, latest: int) -> tuple[bool, bool]:
+    def _rendezvous_state(self, latest: int) -> tuple[bool, bool]:
         """Whether this process may meet the others in the latest generation, and whether it must wait for them."""
         if latest == 0:
             return False, False
         name = self._name(latest)
         others = self._others(name)
-        meeting = "founding" in probe(receptions(others), self._options, name).values()
-        if first_if_there(self._store, name, self._rank) is None:
+        rendezvous = "founding" in probe(admission_addresses(others), self._options, name).values()
+        if first_card_if_published(self._store, name, self._rank) is None:
             # Its place among the first is still free: it meets those who wait, or is the first to come.
-            return meeting or not others, False
+            return rendezvous or not others, False
         # An earlier process of this rank has been there: the others begin with its card, and this one comes in later.
-        return False, meeting
+        return False, rendezvous
 
     def _others(self, name: str) -> list[Card]:
-        return [card for rank, card in known(self._store, name, self._world).items() if rank != self._rank]
+        return [card for rank, card in known_cards(self._store, name, self._world).items() if rank != self._rank]
 
     def _name(self, generation: int) -> str:
         return f"{self._prefix}/{generation}"

@@ -12,15 +12,15 @@ from torch.distributed.distributed_c10d import Store
 import stormtorch._engine as _engine
 from stormtorch.exchange.lanes import own_cores, sockets_to_open
 from stormtorch.exchange.options import Options
-from stormtorch.joining.admission import Reception
-from stormtorch.udp.address_book import Whereabouts, translated
-from stormtorch.udp.addresses import check_families, from_here, line_mbit, local_address
-from stormtorch.udp.cards import Agreement, Card, Job, LinkKeys
+from stormtorch.joining.admission import AdmissionService
+from stormtorch.udp.address_book import AddressBook, behind_nat
+from stormtorch.udp.addresses import check_families, from_here, interface_mbit, local_address
+from stormtorch.udp.cards import Agreement, Card, JobDescription, LinkKeys
 from stormtorch.udp.machine import machine_id
 from stormtorch.udp.roaming import Roaming
-from stormtorch.udp.rpc import Answer, Listener
+from stormtorch.udp.rpc import Answer, RpcServer
 from stormtorch.udp.udp import UdpTransport
-from stormtorch.udp.view_installer import keep_views
+from stormtorch.udp.view_installer import install_views
 
 _log = logging.getLogger("stormtorch")
 
@@ -81,17 +81,17 @@ def bind(options: Options, agreement: Agreement | None = None) -> tuple[_engine.
         machine=machine_id(),
         lanes=more_ports,
         cores=own_cores() if options.lanes is None else 0,
-        line_mbit=line_mbit(host),
+        interface_mbit=interface_mbit(host),
         nat=0 if options.nat is None else 1 if options.nat else -1,
         paths=[[*each] for each in zip(more_hosts, endpoint.path_ports, strict=True)],
         low=low_port,
     )
 
 
-def receive_newcomers(card: Card, options: Options, answer: Answer) -> tuple[Listener | None, Card]:
+def open_admission_port(card: Card, options: Options, answer: Answer) -> tuple[RpcServer | None, Card]:
     """Opens the TCP port at which this process receives newcomers; returns the card with that port."""
     try:
-        listener = Listener(card.host, card.port, key=options.key, version=version("stormtorch"), answer=answer)
+        listener = RpcServer(card.host, card.port, key=options.key, version=version("stormtorch"), answer=answer)
     except OSError as error:
         _log.warning("cannot listen for TCP at %s: %s. Processes must join the job by other ranks.", card.host, error)
         return None, card
@@ -108,11 +108,11 @@ def receive_newcomers(card: Card, options: Options, answer: Answer) -> tuple[Lis
 
 def start(
     endpoint: _engine.Endpoint,
-    listener: Listener | None,
+    listener: RpcServer | None,
     store: Store,
     rank: int,
     cards: Mapping[int, Card],
-    job: Job,
+    job: JobDescription,
     options: Options,
 ) -> UdpTransport:
     """Starts the engine, and makes the transport of a rank.
@@ -183,13 +183,13 @@ def start(
         transport.roaming = Roaming(
             [own.host, *(host for host, _ in own.more_paths())], list(options.interfaces or (options.interface,))
         )
-    keep_views(transport)
-    if translated(cards.values()):
-        transport.whereabouts = Whereabouts(transport)
-        transport.whereabouts.watch()
+    install_views(transport)
+    if behind_nat(cards.values()):
+        transport.address_book = AddressBook(transport)
+        transport.address_book.watch()
     if options.shares_memory and own.machine:
         transport.share_memory()
     if listener is not None:
-        transport.receive_by(listener, Reception(transport, job))
+        transport.serve_requests(listener, AdmissionService(transport, job))
         _log.info("rank %d: receives newcomers at %s:%d", rank, own.host, own.reception)
     return transport

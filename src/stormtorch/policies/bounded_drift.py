@@ -50,7 +50,7 @@ class BoundedDrift(OwnerPolicy):
 
     def send(self, own: torch.Tensor, loss: Numbers) -> torch.Tensor:
         """Returns a rank's gradients, divided by their chance to arrive if `weights` says so."""
-        return own * rules.chance_weight(loss) if self.weighs else own
+        return own * rules.inverse_probability_weight(loss) if self.weighs else own
 
     def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:
         """Returns the mean of what arrived; for weighed gradients the mean over all ranks, where what is lost is 0."""
@@ -60,6 +60,6 @@ class BoundedDrift(OwnerPolicy):
         """Returns the lead that makes replicas unbiased at this loss."""
         return rules.lead_for(self.lead, loss, self.max_lag)
 
-    def protect(self, loss: float, chunks: int, narrower: float) -> float:
+    def protect(self, loss: float, chunks: int, compression_ratio: float) -> float:
         """Returns `redundancy`, or what "auto" finds for this loss."""
-        return rules.parity_for(loss, chunks, narrower) if self.redundancy == "auto" else self.redundancy
+        return rules.parity_for(loss, chunks, compression_ratio) if self.redundancy == "auto" else self.redundancy

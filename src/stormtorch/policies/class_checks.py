@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 
-def check_class(policy: Any) -> None:
+def check_policy_class(policy: Any) -> None:
     """Refuses classes that would train otherwise than they read.
 
     Args:

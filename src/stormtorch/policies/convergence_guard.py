@@ -81,7 +81,7 @@ def _at_most(value: Any, most: Any) -> Any:
     return value.clamp(max=most) if isinstance(value, torch.Tensor) else min(value, most)
 
 
-class Guard:
+class ConvergenceGuard:
     """One rank's opinion on whether the broadcast should be exact. If any rank wants that, all do it.
 
     Args:

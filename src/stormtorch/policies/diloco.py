@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from stormtorch.checks import check
-from stormtorch.policies.memory import NOBODY, Memory
+from stormtorch.policies.memory import NO_MEMORY, Memory
 from stormtorch.policies.rank_policy import RankPolicy
 
 
@@ -53,16 +53,16 @@ class DiLoCo(RankPolicy):
         return owner["anchor"].add_(step, alpha=self.outer_lr)
 
     def accept(
-        self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor, rank: Memory = NOBODY
+        self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor, rank: Memory = NO_MEMORY
     ) -> torch.Tensor:
         """Continues with the anchor, mixed with a rank's own parameters; with its own alone where it was lost.
 
         What arrives takes more of the anchor the less of it does, so that ranks are drawn to it as much on average.
         """
         if not self.alpha:
-            return torch.where(arrived, came, own)
+            return torch.where(arrived, received, own)
         share = max(rank.arrived, 1.0 - self.alpha)
-        return torch.where(arrived, own.lerp(came, (1.0 - self.alpha) / share), own)
+        return torch.where(arrived, own.lerp(received, (1.0 - self.alpha) / share), own)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from stormtorch.checks import check
-from stormtorch.policies.memory import NOBODY, Memory
+from stormtorch.policies.memory import NO_MEMORY, Memory
 from stormtorch.policies.rank_policy import RankPolicy
 
 
@@ -47,9 +47,9 @@ class Gossip(RankPolicy):
         rank["speed"] = torch.zeros_like(values)
 
     def accept(
-        self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor, rank: Memory = NOBODY
+        self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor, rank: Memory = NO_MEMORY
     ) -> torch.Tensor:
         """Makes an outer step towards the mean of the pair."""
-        change = torch.where(arrived, (own + came) / 2, own) - rank["anchor"]
+        change = torch.where(arrived, (own + received) / 2, own) - rank["anchor"]
         speed = rank["speed"].mul_(self.momentum).add_(change)
         return rank["anchor"].add_(change.add_(speed, alpha=self.momentum), alpha=self.outer_lr)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, MutableMapping
 import torch
 
 
-class Store:
+class MemoryStore:
     """Vectors with one element for each of some parameters, by name.
 
     Args:
@@ -45,7 +45,7 @@ class Store:
             self.vectors[name] = torch.zeros(self.count, dtype=torch.float32, device=self._device)
         return self.vectors[name]
 
-    def wrote(self, name: str, first: int, last: int) -> None:
+    def mark_written(self, name: str, first: int, last: int) -> None:
         """Called when elements have been written under a name."""
         if not self.has(name, first, last):
             self._written.setdefault(name, []).append((first, last))
@@ -58,7 +58,7 @@ class Store:
         """Writes what `read` returned, perhaps on another rank."""
         for name, each in zip(names, values, strict=True):
             self.vector(name)[first : first + each.numel()] = each
-            self.wrote(name, first, first + each.numel())
+            self.mark_written(name, first, first + each.numel())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the vectors, for a checkpoint."""
@@ -83,7 +83,7 @@ class Memory(MutableMapping[str, torch.Tensor]):
         per_chunk: Elements of each, E.
     """
 
-    def __init__(self, store: Store, first: int, rows: int, per_chunk: int) -> None:
+    def __init__(self, store: MemoryStore, first: int, rows: int, per_chunk: int) -> None:
         self._store = store
         self._first, self._last = first, first + rows * per_chunk
         self._shape = (rows, per_chunk)
@@ -115,7 +115,7 @@ class Memory(MutableMapping[str, torch.Tensor]):
         target = self._store.vector(name)[self._first : self._last].view(self._shape)
         if values.data_ptr() != target.data_ptr() or values.shape != target.shape:
             target.copy_(values)  # broadcasts, and refuses other shapes
-        self._store.wrote(name, self._first, self._last)
+        self._store.mark_written(name, self._first, self._last)
 
     def setdefault(self, name: str, default: torch.Tensor) -> torch.Tensor:
         """Returns what is remembered under a name; first writes the default there, if nothing is."""
@@ -136,5 +136,5 @@ class Memory(MutableMapping[str, torch.Tensor]):
         return sum(1 for _ in self)
 
 
-NOBODY = Store(0).chunks(0, 0, 0)
+NO_MEMORY = MemoryStore(0).chunks(0, 0, 0)
 """The memory of nobody, where a function is called without one."""

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from stormtorch.checks import check
-from stormtorch.policies.class_checks import check_class
+from stormtorch.policies.class_checks import check_policy_class
 from stormtorch.reliability import LOSSY, Priority, Reliability
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int4)  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ class Policy:
     """Number of parameter elements that ranks compare at every exchange, to measure how far apart replicas are."""
 
     def __post_init__(self) -> None:
-        check_class(self)
+        check_policy_class(self)
         check(self.wire in WIRES, "wire", f"be one of {', '.join(map(str, WIRES))}", self.wire)
         check(self.bucket_mb > 0.0, "bucket_mb", "be above 0", self.bucket_mb)
         check(self.settings in ("same", "rank 0", "any"), "settings", 'be "same", "rank 0" or "any"', self.settings)
@@ -130,7 +130,7 @@ class Policy:
         """
         return mean
 
-    def protect(self, loss: float, chunks: int, narrower: float) -> float:
+    def protect(self, loss: float, chunks: int, compression_ratio: float) -> float:
         """Returns the parity chunks that a rank sends with each data chunk where nothing is sent again; default: none.
 
         A stage whose `Reliability` has a number as its `redundancy` sends that many instead. On real ranks, only an
@@ -139,26 +139,26 @@ class Policy:
         Args:
             loss: Measured fraction of this rank's datagrams that was lost lately, before parity brought any back.
             chunks: Data chunks of its largest message.
-            narrower: Bytes of float32 over those of the wire: 1 for float32, about 4 for int8, 7 for int4.
+            compression_ratio: Bytes of float32 over those of the wire: 1 for float32, about 4 for int8, 7 for int4.
         """
         return 0.0
 
-    def redundancy_of(self, stage: Reliability, loss: float, chunks: int, narrower: float) -> float:
+    def redundancy_of(self, stage: Reliability, loss: float, chunks: int, compression_ratio: float) -> float:
         """Returns the parity chunks that a rank sends with each data chunk of a stage; for the others see `protect`."""
         if stage.budget < 1.0:
             return 0.0  # what is lost is sent again
-        return self.protect(loss, chunks, narrower) if stage.redundancy == "auto" else stage.redundancy
+        return self.protect(loss, chunks, compression_ratio) if stage.redundancy == "auto" else stage.redundancy
 
-    def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    def accept(self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
         """Returns what a rank continues with; by default what came, and its own where that was lost.
 
         Args:
             own: What the rank has: a stale copy, or its own gradients or parameters.
-            came: What the owners sent. Where it did not arrive, its values mean nothing and may be NaN: choose by
+            received: What the owners sent. Where it did not arrive, its values mean nothing and may be NaN: choose by
                 `torch.where`, never multiply by zero.
             arrived: Whether each chunk arrived.
         """
-        return torch.where(arrived, came, own)
+        return torch.where(arrived, received, own)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 
 from stormtorch.checks import check
 from stormtorch.collectives.formats.sparse import Sparse
-from stormtorch.policies.memory import NOBODY, Memory
+from stormtorch.policies.memory import NO_MEMORY, Memory
 from stormtorch.policies.policy import Numbers, Policy, overrides
 
 
@@ -85,9 +85,9 @@ class RankPolicy(Policy):
                 f"{name} overrides both update and order: what an owner remembers stays with its shard, and the order "
                 "gives that shard to another rank; derive it from RankPolicy and keep the default order"
             )
-        if self.meets_in_pairs and (overrides(self, "update") or overrides(self, "combine")):
+        if self.exchanges_in_pairs and (overrides(self, "update") or overrides(self, "combine")):
             raise TypeError(f"{name} overrides partners, so that there are no owners to call update or combine")
-        if self.meets_in_pairs:
+        if self.exchanges_in_pairs:
             check(not self.reports, "sent", "not be overridden beside partners", name)
             check(self.pace == "together", "pace", 'be "together" where ranks meet in pairs', self.pace)
 
@@ -97,7 +97,7 @@ class RankPolicy(Policy):
         return number + 1 if later <= 0 else self.together_until - (-later * self.every // self.fragments)
 
     @property
-    def meets_in_pairs(self) -> bool:
+    def exchanges_in_pairs(self) -> bool:
         """Whether ranks meet in pairs, so that there are no owners."""
         return overrides(self, "partners")
 
@@ -131,7 +131,7 @@ class RankPolicy(Policy):
     def partners(self, ranks: int, random: torch.Generator) -> list[int]:
         """Returns the rank that each rank meets in the next exchange, or itself if it meets nobody; by default nobody.
 
-        A policy that overrides this has no owners: a rank gets what its partner has sent as `came`, and `accept` makes
+        A policy that overrides this has no owners: a rank gets what its partner has sent as `received`, and `accept` makes
         of it what it likes.
 
         Args:
@@ -173,7 +173,7 @@ class RankPolicy(Policy):
             values: Parameters with which it begins.
         """
 
-    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NOBODY) -> torch.Tensor:
+    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NO_MEMORY) -> torch.Tensor:
         """Returns what a rank sends to the owner of some chunks, or to its partner; by default its own values.
 
         A policy may leave out `rank` if it does not need it.
@@ -205,7 +205,7 @@ class RankPolicy(Policy):
         return combined
 
     def accept(
-        self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor, rank: Memory = NOBODY
+        self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor, rank: Memory = NO_MEMORY
     ) -> torch.Tensor:
         """Returns what a rank continues with; by default what came, and its own where that was lost.
 
@@ -213,12 +213,12 @@ class RankPolicy(Policy):
 
         Args:
             own: The rank's own gradients or parameters; with a `delay`, as they are at its end.
-            came: What the owners sent. Where it did not arrive, its values mean nothing and may be NaN: choose by
+            received: What the owners sent. Where it did not arrive, its values mean nothing and may be NaN: choose by
                 `torch.where`, never multiply by zero.
             arrived: Whether each chunk arrived.
             rank: Memory of the rank for these chunks.
         """
-        return torch.where(arrived, came, own)
+        return torch.where(arrived, received, own)
 
 
 def remembers(policy: RankPolicy) -> bool:

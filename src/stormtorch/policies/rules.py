@@ -30,7 +30,7 @@ def weighted_mean(sums_CE: torch.Tensor, weight_C: torch.Tensor, own_CE: torch.T
     return torch.where(weight_C1 > 0.0, sums_CE / weight_C1.clamp(min=1e-30), own_CE)
 
 
-def chance_weight(loss: float | torch.Tensor) -> Any:
+def inverse_probability_weight(loss: float | torch.Tensor) -> Any:
     """Factor that makes the sum of what arrives unbiased, for a sender that loses this fraction."""
     return 1.0 / (1.0 - (loss.clamp(max=MOST_LOSS) if isinstance(loss, torch.Tensor) else min(loss, MOST_LOSS)))
 
@@ -51,20 +51,20 @@ def lead_for(factor: float, loss: float, max_lag: int | None = None) -> float:
     return factor * theory.lead(min(loss, MOST_LOSS), max_lag)
 
 
-def parity_for(loss: float, chunks: int, narrower: float) -> float:
+def parity_for(loss: float, chunks: int, compression_ratio: float) -> float:
     """Parity chunks for each data chunk: the least that leave little loss, within what a narrow wire pays for.
 
     Args:
         loss: Fraction of a rank's datagrams that was lost lately, before parity brought any back.
         chunks: Data chunks of its largest message.
-        narrower: Bytes of float32 over those of the wire.
+        compression_ratio: Bytes of float32 over those of the wire.
     """
-    most = theory.most_redundancy(chunks, narrower)
+    most = theory.most_redundancy(chunks, compression_ratio)
     # In whole per cents: measured losses waver by that much anyway, and the same numbers are computed only once.
     return theory.least_redundancy(round(min(loss, MOST_LOSS), 2), chunks, most)
 
 
-def carried_over(loss: float, chunks: int, before: float, now: float) -> float:
+def residual_loss_ratio(loss: float, chunks: int, before: float, now: float) -> float:
     """Factor by which the loss that remains changes where a rank sends another redundancy.
 
     Without it, leads and weights would be those of the redundancy before for as long as meters remember: a training
@@ -83,7 +83,7 @@ def carried_over(loss: float, chunks: int, before: float, now: float) -> float:
     return left[1] / left[0]
 
 
-def grow_older(ages: torch.Tensor, arrived: torch.Tensor) -> None:
+def advance_ages(ages: torch.Tensor, arrived: torch.Tensor) -> None:
     """Adds a step to the ages of copies whose update was lost, and makes those that arrived new; in place."""
     ages.add_(1).masked_fill_(arrived, 0)
 

@@ -7,7 +7,7 @@ import torch
 
 from stormtorch.checks import check
 from stormtorch.collectives.formats.sparse import Sparse
-from stormtorch.policies.memory import NOBODY, Memory
+from stormtorch.policies.memory import NO_MEMORY, Memory
 from stormtorch.policies.policy import Numbers
 from stormtorch.policies.rank_policy import RankPolicy
 
@@ -61,7 +61,7 @@ class SparseDiLoCo(RankPolicy):
         rank["known"] = values
         rank["error"] = torch.zeros_like(values)
 
-    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NOBODY) -> torch.Tensor:
+    def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NO_MEMORY) -> torch.Tensor:
         """Offers the error with what was learned since the last exchange; the code takes its largest elements."""
         return rank["error"].mul_(self.decay).add_(own - rank["start"])
 
@@ -83,10 +83,10 @@ class SparseDiLoCo(RankPolicy):
         return answer
 
     def accept(
-        self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor, rank: Memory = NOBODY
+        self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor, rank: Memory = NO_MEMORY
     ) -> torch.Tensor:
         """Continues with what is known of the anchor; with its own parameters where the answer was lost."""
-        known = torch.where(arrived & ~came.isnan(), came, rank["known"])
+        known = torch.where(arrived & ~received.isnan(), received, rank["known"])
         rank["known"] = known
         rank["start"] = torch.where(arrived, known, own)
         return rank["start"]

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import nn
 
 from stormtorch.collectives import Group
-from stormtorch.exchange.waiting import doing
+from stormtorch.exchange.waiting import in_call
 from stormtorch.policies import BoundedDrift
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime.memory import personal as personal_parts
 from stormtorch.runtime.memory.scaling import watch_scalers
-from stormtorch.runtime.owner.deadline_session import TimedSession
+from stormtorch.runtime.owner.deadline_session import DeadlineSession
 from stormtorch.runtime.owner.sharded import ShardedSession
 from stormtorch.runtime.rank.gradient_session import GradientSession
 from stormtorch.runtime.rank.model_session import ModelSession
 from stormtorch.runtime.recording.recorder import record_session
-from stormtorch.runtime.session.hooks import take_over
+from stormtorch.runtime.session.hooks import install_hooks
 from stormtorch.runtime.session.session import Session, combined, sessions_of
 from stormtorch.runtime.session.unwrapped import unwrap
-from stormtorch.udp.leaving import install_sigterm, leaves_by, say_goodbye_on_error
+from stormtorch.udp.leaving import add_leave_handler, install_sigterm, say_goodbye_on_error
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -94,18 +94,18 @@ def prepare(
     watch_scalers()
     say_goodbye_on_error(ranks.transport)
     install_sigterm(ranks.transport)
-    with doing("prepare()"):
+    with in_call("prepare()"):
         session = _session(model, optimizer, ranks, name, policy)
-        take_over(session)
+        install_hooks(session)
         session.recorder = record_session(session)
-    leaves_by(ranks.transport, session.hand_over)
+    add_leave_handler(ranks.transport, session.transfer_and_leave)
     unwrap(model)
     return model, optimizer
 
 
 def _session(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy) -> Session:
     if isinstance(policy, OwnerPolicy):
-        kind_of_owner = ShardedSession if policy.deadline is None else TimedSession
+        kind_of_owner = ShardedSession if policy.deadline is None else DeadlineSession
         return kind_of_owner(model, optimizer, group, name, policy)
     if isinstance(policy, RankPolicy):
         kind = GradientSession if policy.sends == "gradients" else ModelSession

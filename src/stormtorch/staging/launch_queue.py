@@ -12,7 +12,7 @@ import torch
 from stormtorch.staging.threads import run_soon
 
 
-class Started(Protocol):
+class StartedWork(Protocol):
     """Operation under way, such as a `stormtorch.collectives.Pending`."""
 
     @property
@@ -34,10 +34,10 @@ class Started(Protocol):
         ...
 
 
-Begin = Callable[[], Sequence[Started]]
+Begin = Callable[[], Sequence[StartedWork]]
 
 
-class Moment(Protocol):
+class Event(Protocol):
     """Something to wait for, such as a CUDA event."""
 
     def synchronize(self) -> None:
@@ -45,26 +45,26 @@ class Moment(Protocol):
         ...
 
 
-class Order:
+class LaunchQueue:
     """Queue of one group. A collective that has nothing to wait for starts at once, in the caller's thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        self._queue: deque[tuple[Future[Sequence[Started]], Callable[[], None]]] = deque()
-        self._beginning: Future[Sequence[Started]] | None = None
+        self._queue: deque[tuple[Future[Sequence[StartedWork]], Callable[[], None]]] = deque()
+        self._beginning: Future[Sequence[StartedWork]] | None = None
         self._draining = False
 
-    def begin(self, begin: Begin, moments: Sequence[Moment]) -> "Future[Sequence[Started]] | Sequence[Started]":
+    def begin(self, begin: Begin, events: Sequence[Event]) -> "Future[Sequence[StartedWork]] | Sequence[StartedWork]":
         """Calls `begin` after all earlier calls and after the moments. Returns without waiting for either."""
         with self._lock:
-            if not moments and not self._draining:
+            if not events and not self._draining:
                 return begin()
-            future: Future[Sequence[Started]] = Future()
+            future: Future[Sequence[StartedWork]] = Future()
             inference = torch.is_inference_mode_enabled()
 
             def task() -> None:
                 try:
-                    for moment in moments:
+                    for moment in events:
                         moment.synchronize()
                     with torch.inference_mode(inference):
                         started = begin()
@@ -84,7 +84,7 @@ class Order:
         with self._lock:
             self._lock.wait_for(lambda: not self._draining)
 
-    def abandon(self, error: Exception) -> None:
+    def abort(self, error: Exception) -> None:
         """Drops every collective that has not started; whoever waits for one gets the error."""
         with self._lock:
             waiting = [future for future, _ in self._queue] + ([self._beginning] if self._beginning else [])
@@ -93,9 +93,12 @@ class Order:
             self._settle(future, error=error)
 
     def _settle(
-        self, future: "Future[Sequence[Started]]", started: Sequence[Started] = (), error: BaseException | None = None
+        self,
+        future: "Future[Sequence[StartedWork]]",
+        started: Sequence[StartedWork] = (),
+        error: BaseException | None = None,
     ) -> None:
-        with contextlib.suppress(InvalidStateError):  # `abandon` has settled it already
+        with contextlib.suppress(InvalidStateError):  # `abort` has settled it already
             if error is None:
                 future.set_result(started)
             else:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 # How long the process waits for tasks when it exits. A task that has its result needs only a moment; one that waits for
 # a rank that does not answer is not worth waiting for.
-_LAST_MOMENT_S = 1.0
+_EXIT_WAIT_S = 1.0
 
 
 class _Pool:
@@ -49,7 +49,7 @@ class _Pool:
     def settle(self) -> None:
         """Waits a moment for tasks at exit: the process aborts if Python stops a daemon thread while it runs C++."""
         with self._lock:
-            self._lock.wait_for(lambda: self._busy == 0, _LAST_MOMENT_S)
+            self._lock.wait_for(lambda: self._busy == 0, _EXIT_WAIT_S)
 
 
 _pool = _Pool()

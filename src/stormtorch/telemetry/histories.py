@@ -39,7 +39,7 @@ _FINE = 0.999
 
 
 @dataclass(slots=True)
-class Account:
+class RankHistory:
     """What one rank wrote."""
 
     name: str
@@ -96,7 +96,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkAccount:
+class LinkHistory:
     """One direction between two ranks, as its receiver saw it."""
 
     source: str
@@ -107,7 +107,7 @@ class LinkAccount:
     rtt_s: float | None
 
 
-def read_accounts(paths: Sequence[Path]) -> list[Account]:
+def read_histories(paths: Sequence[Path]) -> list[RankHistory]:
     """Reads ledgers, files of records and folders of runs.
 
     A rank whose place several processes took has one account. Lines that cannot be read are skipped.
@@ -115,17 +115,17 @@ def read_accounts(paths: Sequence[Path]) -> list[Account]:
     Raises:
         ValueError: A file is missing, or holds neither rows nor records; the message names it.
     """
-    accounts: dict[str, Account] = {}
+    histories: dict[str, RankHistory] = {}
     for path in paths:
         for name, found in (_of_run(path) if _is_run(path) else {str(path): _of_ledger(path)}).items():
-            known = accounts.setdefault(name, Account(name, found.rank))
+            known = histories.setdefault(name, RankHistory(name, found.rank))
             known.entries += found.entries
             known.events += found.events
             known.links |= found.links
             known.ended = found.ended
-    if not any(account.entries for account in accounts.values()):
+    if not any(history.entries for history in histories.values()):
         raise ValueError(f"{', '.join(map(str, paths))}: no step was complete")
-    return [account for account in accounts.values() if account.entries]
+    return [history for history in histories.values() if history.entries]
 
 
 def _is_run(path: Path) -> bool:
@@ -139,25 +139,25 @@ def _is_run(path: Path) -> bool:
     return b'"kind"' in first
 
 
-def _of_run(path: Path) -> dict[str, Account]:
-    accounts: dict[str, Account] = {}
+def _of_run(path: Path) -> dict[str, RankHistory]:
+    histories: dict[str, RankHistory] = {}
     for who, records in read_run(path).items():
-        account = accounts.setdefault(f"rank {who.rank}", Account(f"rank {who.rank}", who.rank))
-        account.ended = ""
+        history = histories.setdefault(f"rank {who.rank}", RankHistory(f"rank {who.rank}", who.rank))
+        history.ended = ""
         for record in records:
             if record["kind"] == "steps":
-                account.entries.append(record)
+                history.entries.append(record)
             elif record["kind"] == "links":
-                account.links |= record["links"]
+                history.links |= record["links"]
             elif record["kind"] == "event":
-                account.events.append(record["text"])
+                history.events.append(record["text"])
             elif record["kind"] == "end":
-                account.ended = record["why"]
-    return accounts
+                history.ended = record["why"]
+    return histories
 
 
-def _of_ledger(path: Path) -> Account:
-    account, before = Account(str(path), None), -1
+def _of_ledger(path: Path) -> RankHistory:
+    history, before = RankHistory(str(path), None), -1
     with path.open("rb") as file:
         while line := file.readline(MOST_LINE_BYTES):
             row = _row(line)
@@ -166,12 +166,12 @@ def _of_ledger(path: Path) -> Account:
             step = row["step"]
             row["steps"] = step - before if 0 <= before < step else 1
             before = step
-            account.entries.append(row)
+            history.entries.append(row)
             events = json.loads(line).get("events", [])
-            account.events += [each[:300] for each in events if isinstance(each, str)]
-    if not account.entries:
+            history.events += [each[:300] for each in events if isinstance(each, str)]
+    if not history.entries:
         raise ValueError(f"{path} holds neither rows of a ledger nor records")
-    return account
+    return history
 
 
 def _row(line: bytes) -> Record | None:
@@ -185,55 +185,55 @@ def _row(line: bytes) -> Record | None:
     return checked({**row, **alike})
 
 
-def links_of(accounts: Sequence[Account]) -> list[LinkAccount]:
+def all_links(histories: Sequence[RankHistory]) -> list[LinkHistory]:
     """Returns all links that the accounts know, those that lost most first."""
     found = []
-    for account in accounts:
-        for peer, arrived in account.arrived_from().items():
-            seen = account.links.get(peer, {})
-            found.append(LinkAccount(f"rank {peer}", account.name, arrived, seen.get("loss"), seen.get("rtt_s")))
+    for history in histories:
+        for peer, arrived in history.arrived_from().items():
+            seen = history.links.get(peer, {})
+            found.append(LinkHistory(f"rank {peer}", history.name, arrived, seen.get("loss"), seen.get("rtt_s")))
     return sorted(found, key=lambda link: (link.arrived, -(link.rtt_s or 0.0)))
 
 
-def answer(accounts: Sequence[Account]) -> str:
+def one_sentence(histories: Sequence[RankHistory]) -> str:
     """Says in one sentence what arrived, what waiting cost, and which link is the worst."""
-    steps = max(account.steps for account in accounts)
-    who = accounts[0].name if len(accounts) == 1 else f"{len(accounts)} ranks"
-    waited = time_text(mean([account.waited_s / max(account.steps, 1) for account in accounts]))
-    arrived = share_text(mean([account.arrived for account in accounts]))
-    timed = [account for account in accounts if account.seconds]
+    steps = max(history.steps for history in histories)
+    who = histories[0].name if len(histories) == 1 else f"{len(histories)} ranks"
+    waited = time_text(mean([history.waited_s / max(history.steps, 1) for history in histories]))
+    arrived = share_text(mean([history.arrived for history in histories]))
+    timed = [history for history in histories if history.seconds]
     if timed:
-        share = sum(account.waited_s for account in timed) / sum(account.seconds or 0.0 for account in timed)
+        share = sum(history.waited_s for history in timed) / sum(history.seconds or 0.0 for history in timed)
         cost = f"waiting for others took {100 * share:.0f} % of the time ({waited} a step)"
     else:
         cost = f"waiting for others took {waited} a step"
     words = [f"{who} made {steps:,} step{'s' * (steps != 1)}: {arrived} of the chunks arrived, {cost}"]
-    links = links_of(accounts)
+    links = all_links(histories)
     if links and links[0].arrived < _FINE:
         worst = links[0]
         words.append(f"the worst link is from {worst.source} to {worst.target}, with {share_text(worst.arrived)}")
     elif links:
         words.append("no link lost more than one chunk in a thousand")
-    failed = [each for each in accounts if each.ended not in ("", "done", "left")]
+    failed = [each for each in histories if each.ended not in ("", "done", "left")]
     if failed:
         words.append(f"{failed[0].name} ended with {failed[0].ended}")
     return "; ".join(words).rstrip(".") + "."
 
 
-def summary(account: Account) -> dict[str, Any]:
+def summary(history: RankHistory) -> dict[str, Any]:
     """Returns an account in a few numbers, ready for JSON."""
     return {
-        "name": account.name,
-        "rank": account.rank,
-        "steps": account.steps,
-        "seconds": account.seconds,
-        "arrived": account.arrived,
+        "name": history.name,
+        "rank": history.rank,
+        "steps": history.steps,
+        "seconds": history.seconds,
+        "arrived": history.arrived,
         **{
-            name: account.total(name)
+            name: history.total(name)
             for name in ("gradient_wait_s", "broadcast_wait_s", "view_wait_s", "bytes_sent", "fetched", "guarded")
         },
-        **{name: account.latest(name) for name in ("pair_drift", "pair_bound", "train_loss")},
-        "arrived_from": account.arrived_from(),
-        "events": account.events,
-        "ended": account.ended,
+        **{name: history.latest(name) for name in ("pair_drift", "pair_bound", "train_loss")},
+        "arrived_from": history.arrived_from(),
+        "events": history.events,
+        "ended": history.ended,
     }

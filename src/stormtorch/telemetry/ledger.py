@@ -32,17 +32,17 @@ _MANY_CHUNKS, _PARTS = 32, 10
 _MOST_LOOSE = 64
 
 
-class Packed(Mapping[int, float]):
+class PackedLinks(Mapping[int, float]):
     """A mapping of many links that takes eight bytes for each. `ranks` must ascend; rows share them, uncopied."""
 
     def __init__(self, ranks: Sequence[int], fractions: Sequence[float]) -> None:
         self._ranks, self._fractions = ranks, array("d", fractions)
 
     def __getitem__(self, rank: int) -> float:
-        place = bisect_left(self._ranks, rank)
-        if place == len(self._ranks) or self._ranks[place] != rank:
+        index = bisect_left(self._ranks, rank)
+        if index == len(self._ranks) or self._ranks[index] != rank:
             raise KeyError(rank)
-        return self._fractions[place]
+        return self._fractions[index]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._ranks)
@@ -54,15 +54,15 @@ class Packed(Mapping[int, float]):
         return repr(dict(self))
 
 
-def links_of(ranks: Sequence[int], fractions: Sequence[float]) -> Mapping[int, float]:
+def pack_links(ranks: Sequence[int], fractions: Sequence[float]) -> Mapping[int, float]:
     """Returns the links of a row: a dictionary, or a mapping that takes less memory where there are many."""
     if len(ranks) > _MOST_LOOSE:
-        return Packed(ranks, fractions)
+        return PackedLinks(ranks, fractions)
     return dict(zip(ranks, fractions, strict=True))
 
 
 @dataclass
-class Row:
+class LedgerRow:
     """One step as one rank saw it. Fractions count chunks; the key of a link is the peer's rank in the group."""
 
     step: int
@@ -169,18 +169,18 @@ class Ledger:
     """The latest ten thousand rows of a job."""
 
     def __init__(self) -> None:
-        self.rows: deque[Row] = deque(maxlen=_MOST_ROWS)
+        self.rows: deque[LedgerRow] = deque(maxlen=_MOST_ROWS)
         """Rows of complete steps, in order. A step is complete when its parameters have arrived."""
         self._steps = 0
         self._arrived = 0.0
         self._file: LedgerFile | None = None
         self._writer: Any = None
         self._wandb: Any = None
-        self._on_row: list[Callable[[Row], object]] = []
+        self._on_row: list[Callable[[LedgerRow], object]] = []
         self._whose = ""
         self._complete: Callable[[], Callable[[], None] | None] = _nothing
 
-    def attend(self, rank: int, complete: Callable[[], None]) -> None:
+    def attach_session(self, rank: int, complete: Callable[[], None]) -> None:
         """Sets the rank that warnings name, and the method, held weakly, that completes the row of the last step."""
         self._whose = f"rank {rank}: "
         self._complete = weakref.WeakMethod(complete)
@@ -203,13 +203,13 @@ class Ledger:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[LedgerRow]:
         return iter(self.rows)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> LedgerRow:
         return self.rows[index]
 
-    def add(self, row: Row) -> None:
+    def add(self, row: LedgerRow) -> None:
         """Takes a complete row, and passes it on to the file of `follow` and the writer of `to_tensorboard`."""
         self.rows.append(row)
         self._steps += 1
@@ -240,11 +240,11 @@ class Ledger:
         for callback in self._on_row:
             callback(row)
 
-    def on_row(self, callback: Callable[[Row], object]) -> None:
+    def on_row(self, callback: Callable[[LedgerRow], object]) -> None:
         """Has a function called with every complete row from now on, in the thread that trains."""
         self._on_row.append(callback)
 
-    def _settle(self) -> None:
+    def _complete_last_row(self) -> None:
         """Completes the row of the last step, by waiting for its parameters."""
         complete = self._complete()
         if complete is not None:
@@ -256,7 +256,7 @@ class Ledger:
 
         This first waits for the parameters of the last step, to include it. Printing it gives a line for each number.
         """
-        self._settle()
+        self._complete_last_row()
         rows = list(self.rows)
         numbers = {
             "steps": self._steps,
@@ -281,7 +281,7 @@ class Ledger:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns all rows so far as plain data."""
-        self._settle()
+        self._complete_last_row()
         return [_plain(row) for row in self.rows]
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,12 +296,12 @@ class Ledger:
         for row, gradients, broadcast in zip(
             state["rows"], _links_of(state["gradients"]), _links_of(state["broadcast"]), strict=True
         ):
-            self.rows.append(Row(**row | {"gradients": gradients, "broadcast": broadcast}))
+            self.rows.append(LedgerRow(**row | {"gradients": gradients, "broadcast": broadcast}))
         self._steps, self._arrived = state["steps"], state["arrived"]
 
     def write(self, path: str | Path) -> None:
         """Writes all rows so far to a file, one line of JSON each."""
-        self._settle()
+        self._complete_last_row()
         Path(path).write_text("".join(_line(row) + "\n" for row in self.rows))
 
     def follow(self, path: str | Path) -> None:
@@ -332,7 +332,7 @@ def _nothing() -> None:
     """Completes no row. It is a function of the module, so that pickle can name it."""
 
 
-def _error(rows: Sequence[Row]) -> float | None:
+def _error(rows: Sequence[LedgerRow]) -> float | None:
     """Returns the standard error of the mean of `pair_drift`, by parts of the job; None if it rests on few chunks."""
     found = [row.pair_drift for row in rows if row.pair_drift is not None and sum(row.lag.values()) >= _MANY_CHUNKS]
     size = len(found) // _PARTS
@@ -358,15 +358,15 @@ def _tables(links: list[Mapping[int, float]]) -> list[tuple[list[int], torch.Ten
 def _links_of(tables: list[tuple[list[int], torch.Tensor]]) -> Iterator[Mapping[int, float]]:
     for ranks, table in tables:
         for line in table:
-            yield links_of(ranks, line.tolist())
+            yield pack_links(ranks, line.tolist())
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def _plain(row: LedgerRow) -> dict[str, Any]:
     links = {"gradients": dict(row.gradients), "broadcast": dict(row.broadcast)}
     return {**dataclasses.asdict(row), **links, "arrived": row.arrived}
 
 
-def _line(row: Row) -> str:
+def _line(row: LedgerRow) -> str:
     return json.dumps(_plain(row))
 
 
@@ -375,7 +375,7 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _scalars(row: Row) -> Iterator[tuple[str, float]]:
+def _scalars(row: LedgerRow) -> Iterator[tuple[str, float]]:
     """Names and values of all numbers of a row but the step."""
     for name, value in dataclasses.asdict(row).items():
         if isinstance(value, bool | int | float) and name != "step":
@@ -386,7 +386,7 @@ def _scalars(row: Row) -> Iterator[tuple[str, float]]:
             yield f"{stage}/from_{peer}", fraction
 
 
-def _write_scalars(writer: Any, row: Row) -> None:
+def _write_scalars(writer: Any, row: LedgerRow) -> None:
     for name, value in _scalars(row):
         writer.add_scalar(f"storm/{name}", value, row.step)
     for event in row.events:

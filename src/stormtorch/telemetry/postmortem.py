@@ -59,7 +59,7 @@ class Operation:
 
 
 @dataclass(slots=True)
-class Flight:
+class FlightRecord:
     """The record of one rank in one group."""
 
     path: Path
@@ -81,12 +81,12 @@ class Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class GroupFailure:
     """What the flight records tell about the failure of one process group."""
 
     group: str
     sentence: str
-    flights: list[Flight]
+    flights: list[FlightRecord]
     silent: list[int]
     """Ranks of which there is no record."""
     number: int | None
@@ -95,7 +95,7 @@ class Finding:
     """Ranks that did something else than most, or that are behind."""
 
 
-def read_flights(paths: Sequence[Path]) -> list[Flight]:
+def read_flight_records(paths: Sequence[Path]) -> list[FlightRecord]:
     """Reads flight records, and all those in folders.
 
     Raises:
@@ -113,7 +113,7 @@ def read_flights(paths: Sequence[Path]) -> list[Flight]:
     return [_flight(path) for path in dict.fromkeys(files)]
 
 
-def _flight(path: Path) -> Flight:
+def _flight(path: Path) -> FlightRecord:
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
@@ -122,14 +122,20 @@ def _flight(path: Path) -> Flight:
     try:
         if len(text) > _MOST_BYTES:
             raise ValueError("too long")
-        said: Any = json.loads(text)
-        ranks = [_whole(each) for each in said["ranks"]]
-        place, operations = _whole(said["rank"]), list(said["operations"])[-_MOST_OPERATIONS:]
-        flight = Flight(
-            path, _text(said.get("job", ""))[:80], _text(said["group"]), ranks[place], ranks, 0.0, _text(said["error"])
+        parsed: Any = json.loads(text)
+        ranks = [_whole(each) for each in parsed["ranks"]]
+        place, operations = _whole(parsed["rank"]), list(parsed["operations"])[-_MOST_OPERATIONS:]
+        flight = FlightRecord(
+            path,
+            _text(parsed.get("job", ""))[:80],
+            _text(parsed["group"]),
+            ranks[place],
+            ranks,
+            0.0,
+            _text(parsed["error"]),
         )
         found = [_operation(each) for each in operations]
-        flight.time = _number(said.get("time", found[-1].started if found else 0.0))
+        flight.time = _number(parsed.get("time", found[-1].started if found else 0.0))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, AttributeError) as error:
         raise ValueError(f"{path} is no flight record of this version of stormtorch") from error
     for operation in found:
@@ -140,19 +146,19 @@ def _flight(path: Path) -> Flight:
     return flight
 
 
-def _operation(said: dict[str, Any]) -> Operation:
-    ended, number = said.get("ended"), said.get("collective")
+def _operation(parsed: dict[str, Any]) -> Operation:
+    ended, number = parsed.get("ended"), parsed.get("collective")
     return Operation(
-        sequence=_whole(said["sequence"]),
-        name=_text(said["operation"])[:60],
+        sequence=_whole(parsed["sequence"]),
+        name=_text(parsed["operation"])[:60],
         collective=None if number is None else _whole(number),
-        given=_shapes(said.get("shapes", [])),
-        results=_shapes(said.get("result_shapes", [])),
-        dtype=_text(said.get("dtype", ""))[:20],
-        size_bytes=_whole(said["bytes"]),
-        started=_number(said["started"]),
+        given=_shapes(parsed.get("shapes", [])),
+        results=_shapes(parsed.get("result_shapes", [])),
+        dtype=_text(parsed.get("dtype", ""))[:20],
+        size_bytes=_whole(parsed["bytes"]),
+        started=_number(parsed["started"]),
         ended=None if ended is None else _number(ended),
-        error=_text(said.get("error", "")),
+        error=_text(parsed.get("error", "")),
     )
 
 
@@ -181,16 +187,16 @@ def _text(value: object) -> str:
 # --- findings --------------------------------------------------------------------------------------------------------
 
 
-def find(flights: Sequence[Flight]) -> list[Finding]:
+def find(flights: Sequence[FlightRecord]) -> list[GroupFailure]:
     """Returns a finding for each group, that of the group that failed first at first."""
-    groups: dict[tuple[str, str], list[Flight]] = {}
+    groups: dict[tuple[str, str], list[FlightRecord]] = {}
     for flight in flights:
         groups.setdefault((flight.job, flight.group), []).append(flight)
     ordered = sorted(groups.items(), key=lambda item: min(flight.time for flight in item[1]))
     return [_of_group(name, sorted(those, key=lambda each: each.rank)) for (_, name), those in ordered]
 
 
-def _of_group(group: str, flights: list[Flight]) -> Finding:
+def _of_group(group: str, flights: list[FlightRecord]) -> GroupFailure:
     everyone = sorted({rank for flight in flights for rank in flight.ranks})
     silent = [rank for rank in everyone if rank not in {flight.rank for flight in flights}]
     # Records keep the latest operations: ranks can be compared from where all of them still have some.
@@ -199,7 +205,7 @@ def _of_group(group: str, flights: list[Flight]) -> Finding:
         did = {flight.rank: flight.collectives.get(number) for flight in flights}
         sentence, culprits = _difference(number, did, group)
         if culprits:
-            return Finding(group, sentence + _missing(silent, " Besides, "), flights, silent, number, culprits)
+            return GroupFailure(group, sentence + _missing(silent, " Besides, "), flights, silent, number, culprits)
     number = max((flight.last for flight in flights), default=0)
     at = next((flight.collectives[number] for flight in flights if number in flight.collectives), None)
     where = "before any collective" if at is None else f"at collective {number}, {at.text}"
@@ -209,11 +215,11 @@ def _of_group(group: str, flights: list[Flight]) -> Finding:
             if len(flights) > 1
             else f" Rank {flights[0].rank} failed {where}."
         )
-        return Finding(group, _missing(silent, "") + agree, flights, silent, number, silent)
+        return GroupFailure(group, _missing(silent, "") + agree, flights, silent, number, silent)
     why = Counter(flight.error for flight in flights).most_common(1)[0][0]
     first = min(flights, key=lambda flight: flight.time)
     words = f"All {len(flights)} ranks of group {group} did the same collectives and failed {where}; rank {first.rank} "
-    return Finding(group, f"{words}was the first: {why}", flights, silent, number, [first.rank])
+    return GroupFailure(group, f"{words}was the first: {why}", flights, silent, number, [first.rank])
 
 
 def _difference(number: int, did: dict[int, Operation | None], group: str) -> tuple[str, list[int]]:

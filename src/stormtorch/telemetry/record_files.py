@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stormtorch.telemetry.records import MOST_LINE_BYTES, Record, Who, parse, who_wrote
+from stormtorch.telemetry.records import MOST_LINE_BYTES, ProcessId, Record, parse, process_of_file
 
 _log = logging.getLogger("stormtorch")
 
@@ -89,18 +89,18 @@ class Folder:
         self.path = Path(path)
         self.job: str | None = None
         """The run that is read; None while there is none."""
-        self._tails: dict[Who, Tail] = {}
-        self._jobs: dict[Who, tuple[float, str]] = {}
+        self._tails: dict[ProcessId, Tail] = {}
+        self._jobs: dict[ProcessId, tuple[float, str]] = {}
         self._refused: set[Path] = set()
 
-    def read(self, most_bytes: int | None = None) -> dict[Who, list[Record]]:
+    def read(self, most_bytes: int | None = None) -> dict[ProcessId, list[Record]]:
         """Returns the records that have come since the last call, by process; leaves out those without new ones.
 
         Args:
             most_bytes: Bytes to read of each file at most; the next call goes on from there.
         """
         try:
-            found = [(who, path) for path in self.path.iterdir() if (who := who_wrote(path)) is not None]
+            found = [(who, path) for path in self.path.iterdir() if (who := process_of_file(path)) is not None]
         except OSError:
             found = []
         for who, path in found:
@@ -116,7 +116,7 @@ class Folder:
         self.job = max(began, key=lambda job: began[job], default=self.job)
         return {who: records for who, records in read.items() if records and self._is_of_job(who)}
 
-    def _is_of_job(self, who: Who) -> bool:
+    def _is_of_job(self, who: ProcessId) -> bool:
         return who not in self._jobs or self._jobs[who][1] == self.job
 
     @property
@@ -133,7 +133,7 @@ class Folder:
                 _log.warning("%s", error)
             return []
 
-    def age_s(self, who: Who) -> float | None:
+    def age_s(self, who: ProcessId) -> float | None:
         """Returns the age of a file at its first read; None once it has been read to its end: see `Tail.age_s`."""
         return self._tails[who].age_s
 
@@ -143,7 +143,7 @@ class Folder:
         return sum(tail.skipped for tail in self._tails.values())
 
 
-def read_run(path: str | Path) -> dict[Who, list[Record]]:
+def read_run(path: str | Path) -> dict[ProcessId, list[Record]]:
     """Reads all records of a run: of a folder, or of one file.
 
     Raises:
@@ -159,7 +159,7 @@ def read_run(path: str | Path) -> dict[Who, list[Record]]:
     elif path.exists():
         records = Tail(path).read()
         first = next((each for each in records if each["kind"] == "rank"), {})
-        who = who_wrote(path) or Who(first.get("rank", 0), first.get("incarnation", 0), first.get("pid", 0))
+        who = process_of_file(path) or ProcessId(first.get("rank", 0), first.get("incarnation", 0), first.get("pid", 0))
         found = {who: records} if records else {}
     else:
         raise ValueError(f"{path} does not exist")

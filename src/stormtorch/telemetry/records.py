@@ -120,7 +120,7 @@ class PathState(TypedDict, total=False):
     """How often it went down."""
 
 
-class Link(TypedDict, total=False):
+class PeerLinkRecord(TypedDict, total=False):
     """One peer as this rank sees it."""
 
     rtt_s: float
@@ -155,7 +155,7 @@ class LinksRecord(TypedDict, total=False):
     n: int
     step: int
     """Steps so far: the step that is under way."""
-    links: dict[str, Link]
+    links: dict[str, PeerLinkRecord]
     health: dict[str, float]
     """Counters of the engine since the process began, those that are not 0; of injected faults, as "faults_lost"."""
     cpu_s: float
@@ -203,7 +203,7 @@ Record = dict[str, Any]
 """Any of the records above, after `parse`."""
 
 
-class Who(NamedTuple):
+class ProcessId(NamedTuple):
     """One process of a job."""
 
     rank: int
@@ -219,10 +219,10 @@ class Who(NamedTuple):
 _NAME = re.compile(r"rank-(\d{1,9})-(\d{1,9})-(\d{1,9})\.jsonl")
 
 
-def who_wrote(path: Path) -> Who | None:
+def process_of_file(path: Path) -> ProcessId | None:
     """Returns the process that a file of a run belongs to; None for other files."""
     found = _NAME.fullmatch(path.name)
-    return None if found is None else Who(*map(int, found.groups()))
+    return None if found is None else ProcessId(*map(int, found.groups()))
 
 
 # --- lines ---------------------------------------------------------------------------------------------------------
@@ -243,16 +243,16 @@ def parse(line: str | bytes) -> Record | None:
         return None
 
 
-def checked(said: object) -> Record | None:
+def checked(parsed: object) -> Record | None:
     """Returns what is right of a record that came from anywhere; None if its kind, time or main fields are not."""
-    if not isinstance(said, dict) or said.get("kind") not in KINDS:
+    if not isinstance(parsed, dict) or parsed.get("kind") not in KINDS:
         return None
-    kind = str(said["kind"])
+    kind = str(parsed["kind"])
     record: Record = {"kind": kind}
     for name, read in {**_COMMON, **_FIELDS[kind]}.items():
-        if name in said:
+        if name in parsed:
             try:
-                record[name] = read(said[name])
+                record[name] = read(parsed[name])
             except (ValueError, TypeError, OverflowError, RecursionError):
                 continue
     needed = ("time", *_NEEDED[kind])

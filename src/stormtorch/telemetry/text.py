@@ -81,7 +81,7 @@ def bursts_of(requested: dict[str, Any]) -> str:
     return time_text(loss["burst_s"]) if "burst_s" in loss else f"{loss['burst']:g}"
 
 
-def crowding_text(ranks: int, cores: int) -> str:
+def oversubscription_text(ranks: int, cores: int) -> str:
     """Warning where ranks wait for cores and not for each other."""
     return f" {ranks} ranks share {cores} cores: waiting for a core is part of every time." if ranks > cores else ""
 

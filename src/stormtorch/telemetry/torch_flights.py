@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stormtorch.telemetry.postmortem import Flight, Operation
+from stormtorch.telemetry.postmortem import FlightRecord, Operation
 
 PREFIX = "storm_rank_"
 """Beginning of the files' names; the rank follows."""
@@ -18,7 +18,7 @@ _BACKEND = "gloo"
 _NAMES = {"lossy_all_reduce": "all_reduce", "lossy_reduce_scatter": "reduce_scatter"}
 
 
-def write_for_torch(flights: Sequence[Flight], folder: Path) -> list[Path]:
+def write_for_torch(flights: Sequence[FlightRecord], folder: Path) -> list[Path]:
     """Writes a folder for each group, with a file for each of its ranks. Sends and receives are left out.
 
     Returns:
@@ -34,7 +34,7 @@ def write_for_torch(flights: Sequence[Flight], folder: Path) -> list[Path]:
     return list(folders.values())
 
 
-def _dump(flight: Flight) -> dict[str, Any]:
+def _dump(flight: FlightRecord) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "pg_config": {flight.group: {"name": flight.group, "desc": "storm", "ranks": str(flight.ranks)}},
@@ -43,7 +43,7 @@ def _dump(flight: Flight) -> dict[str, Any]:
     }
 
 
-def _entry(number: int, operation: Operation, flight: Flight) -> dict[str, Any]:
+def _entry(number: int, operation: Operation, flight: FlightRecord) -> dict[str, Any]:
     size, name = len(flight.ranks), _NAMES.get(operation.name, operation.name)
     given, results = operation.given, operation.results
     # Lists with a tensor for each rank count as one tensor of all.

@@ -15,20 +15,20 @@ from stormtorch.theory.deadline import (
     steps_covered,
 )
 from stormtorch.theory.drift import best_lead, common_drift, owner_drift, pair_bound, pair_drift, pair_drift_published
-from stormtorch.theory.exchange import Line, sent_again, step_on_line_s
+from stormtorch.theory.exchange import Bottleneck, sent_again, step_on_bottleneck_s
 from stormtorch.theory.gradients import (
     horvitz_thompson_inflation,
     mean_inverse_count,
     owner_overweight,
     variance_inflation,
 )
-from stormtorch.theory.lag import fetched, lag_chance, lag_variance, largest_lag, lead, mean_lag
+from stormtorch.theory.lag import fetched, lag_probability, lag_variance, largest_lag, lead, mean_lag
 from stormtorch.theory.layers import (
     Backward,
     Descent,
     best_deadlines,
     deadlines_bound,
-    layer_chances,
+    layer_probabilities,
     layers_inflation,
     layers_missed,
     least_deadline,
@@ -46,9 +46,9 @@ from stormtorch.theory.redundancy import (
 __all__ = [
     "KINDS",
     "Backward",
+    "Bottleneck",
     "Descent",
     "Kind",
-    "Line",
     "Prediction",
     "averaging_rate",
     "averaging_steps",
@@ -61,11 +61,11 @@ __all__ = [
     "deadlines_bound",
     "fetched",
     "horvitz_thompson_inflation",
-    "lag_chance",
+    "lag_probability",
     "lag_variance",
     "largest_lag",
     "lateness_inflation",
-    "layer_chances",
+    "layer_probabilities",
     "layers_inflation",
     "layers_missed",
     "lead",
@@ -87,7 +87,7 @@ __all__ = [
     "rate_factor",
     "residual_loss",
     "sent_again",
-    "step_on_line_s",
+    "step_on_bottleneck_s",
     "step_seconds",
     "steps_covered",
     "stretches_of",

@@ -23,7 +23,7 @@ _LEAST_BOUND = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class LinkModel:
     """A link as the model sees it."""
 
     p: float
@@ -66,7 +66,7 @@ class Choice:
     """Expected time beyond that of the chunks."""
 
 
-def block_failures(link: Link, chunks: int, most: int, *, apart: int = 1) -> list[float]:
+def block_failures(link: LinkModel, chunks: int, most: int, *, apart: int = 1) -> list[float]:
     """Chances that more than m of `chunks + m` datagrams are lost, for m from 0 to `most`. Exact under the chain.
 
     With that many losses, a block of `chunks` chunks and m of parity cannot be decoded. The datagrams of a block are
@@ -88,7 +88,7 @@ def block_failures(link: Link, chunks: int, most: int, *, apart: int = 1) -> lis
     return failures
 
 
-def rounds_chances(link: Link, chunks: float, *, copies: int = 2) -> list[float]:
+def round_probabilities(link: LinkModel, chunks: float, *, copies: int = 2) -> list[float]:
     """Chances that a first, a second, ... round of repair is needed for the last `chunks` chunks of a message.
 
     The first repair of a chunk is sent once. At the end of a message the line is free, so that from the second round on
@@ -107,20 +107,21 @@ def rounds_chances(link: Link, chunks: float, *, copies: int = 2) -> list[float]
     return chances
 
 
-def repair_delay_s(link: Link, chunks: float, *, hidden_s: float = 0.0) -> float:
+def repair_delay_s(link: LinkModel, chunks: float, *, hidden_s: float = 0.0) -> float:
     """Expected time that rounds of repair take beyond the first pass, of which chunks that follow hide `hidden_s`."""
     trip = link.round_trip_s
     return sum(
-        chance * min(max(j * trip - hidden_s, 0.0), trip) for j, chance in enumerate(rounds_chances(link, chunks), 1)
+        chance * min(max(j * trip - hidden_s, 0.0), trip)
+        for j, chance in enumerate(round_probabilities(link, chunks), 1)
     )
 
 
-def repair_rounds_quantile(link: Link, chunks: float, *, quantile: float = 0.95) -> int:
+def repair_rounds_quantile(link: LinkModel, chunks: float, *, quantile: float = 0.95) -> int:
     """Rounds of repair that suffice with this chance: each costs a round trip."""
-    return sum(chance > 1.0 - quantile for chance in rounds_chances(link, chunks))
+    return sum(chance > 1.0 - quantile for chance in round_probabilities(link, chunks))
 
 
-def repair_cost_s(link: Link, chunks: int, *, after: int = 0, messages: int = 1) -> float:
+def repair_cost_s(link: LinkModel, chunks: int, *, after: int = 0, messages: int = 1) -> float:
     """Expected time of repairing a stretch beyond its chunks: what is sent again, and rounds that nothing hides.
 
     Somebody waits for the last of `messages` such messages.
@@ -130,7 +131,7 @@ def repair_cost_s(link: Link, chunks: int, *, after: int = 0, messages: int = 1)
 
 
 def coding_cost_s(
-    link: Link, failure: float, chunks: int, parity: int, blocks: int, *, after: int = 0, messages: int = 1
+    link: LinkModel, failure: float, chunks: int, parity: int, blocks: int, *, after: int = 0, messages: int = 1
 ) -> float:
     """Expected time of coding a stretch beyond its chunks: its parity, and topping up blocks that fail in any message.
 
@@ -148,7 +149,7 @@ def any_fails(failure: float, blocks: int) -> float:
     return -math.expm1(blocks * math.log1p(-min(failure, 0.999999)))
 
 
-def parity_for(link: Link, chunks: int, *, failure: float = 1e-3, apart: int = 1) -> int:
+def parity_for(link: LinkModel, chunks: int, *, failure: float = 1e-3, apart: int = 1) -> int:
     """Smallest parity of a block that fails with at most this chance; raises where no block of 255 is enough."""
     failures = block_failures(link, chunks, 255 - chunks, apart=apart)
     for m, chance in enumerate(failures):
@@ -157,7 +158,7 @@ def parity_for(link: Link, chunks: int, *, failure: float = 1e-3, apart: int = 1
     raise ValueError(f"no parity makes blocks of {chunks} chunks fail with at most {failure} at a loss of {link.p}")
 
 
-def choose(link: Link, chunks: int, *, after: int = 0, budget: float = 0.0, messages: int = 1) -> Choice:
+def choose(link: LinkModel, chunks: int, *, after: int = 0, budget: float = 0.0, messages: int = 1) -> Choice:
     """Cheapest way to send a stretch of a message, behind which `after` chunks are still to come.
 
     An exchange ends with the last of its messages: with `messages` of them, a failure that is rare in each of them is

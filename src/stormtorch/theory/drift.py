@@ -8,7 +8,7 @@ steps ago plus `lead` times the update of that step.
 """
 
 from stormtorch.theory.arguments import check_loss, check_max_lag, check_size
-from stormtorch.theory.lag import lag_chances, lag_variance, mean_lag
+from stormtorch.theory.lag import lag_probabilities, lag_variance, mean_lag
 
 
 def pair_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = None, lead: float = 0.0) -> float:
@@ -47,7 +47,7 @@ def pair_bound(p: float, *, lead: float = 0.0, max_lag: int | None = None) -> fl
         return max(pair_drift(p, lead=lead), 2.0 * lag_variance(p))
     check_loss(p)
     check_max_lag(max_lag)
-    chances = lag_chances(p, max_lag)
+    chances = lag_probabilities(p, max_lag)
     older = [1.0 - sum(chances[: age + 1]) for age in range(len(chances))]
     means = [lead * chance - more for chance, more in zip(chances, older, strict=True)]
     total = sum(more + lead**2 * chance - mean**2 for chance, more, mean in zip(chances, older, means, strict=True))
@@ -105,7 +105,7 @@ def best_lead(p: float, mean_squared: float, max_lag: int | None = None) -> floa
 def _bounded_pair(p: float, max_lag: int) -> tuple[float, float]:
     """Mean difference of the ages of two bounded copies, and the chance that the ages differ."""
     apart, equal, younger = 0.0, 0.0, 0.0
-    for chance in lag_chances(p, max_lag):
+    for chance in lag_probabilities(p, max_lag):
         younger += chance
         equal += chance * chance
         apart += 2.0 * younger * max(1.0 - younger, 0.0)  # E|L1-L2| is the sum of 2 F (1-F)

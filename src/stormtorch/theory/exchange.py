@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from stormtorch.checks import check
 from stormtorch.theory.arguments import check_count, check_loss, check_size
-from stormtorch.theory.coding import Link, rounds_chances
+from stormtorch.theory.coding import LinkModel, round_probabilities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class Bottleneck:
     """A rank's line to the others."""
 
     bits_per_s: float
@@ -26,8 +26,8 @@ class Line:
         check_size("round_trip_s", self.round_trip_s)
 
 
-def step_on_line_s(
-    line: Line,
+def step_on_bottleneck_s(
+    bottleneck: Bottleneck,
     *,
     n: int,
     model_bytes: float,
@@ -40,7 +40,7 @@ def step_on_line_s(
     """Time of one step of bounded drift: computation, and for each stage the bytes, half a round trip, and repair.
 
     Args:
-        line: Line of every rank.
+        bottleneck: Line of every rank.
         n: Number of ranks.
         model_bytes: Bytes of the parameters as they travel; gradients take as many.
         p: Fraction of the chunks that is lost, independently.
@@ -54,12 +54,12 @@ def step_on_line_s(
     check_size("model_bytes", model_bytes)
     check(redundancy >= 0.0, "redundancy", "be 0 or more", redundancy)
     whole = model_bytes * (n - 1) / n
-    first_pass_s = 8.0 * whole * (1.0 + redundancy) / line.bits_per_s + line.round_trip_s / 2
+    first_pass_s = 8.0 * whole * (1.0 + redundancy) / bottleneck.bits_per_s + bottleneck.round_trip_s / 2
     again_s = 0.0
     for budget in budgets:
         check(0.0 <= budget <= 1.0, "budgets", "lie in [0, 1]", budget)
         share, trips = sent_again(p, whole / chunk_bytes, budget)
-        again_s += 8.0 * whole * share / line.bits_per_s + trips * line.round_trip_s
+        again_s += 8.0 * whole * share / bottleneck.bits_per_s + trips * bottleneck.round_trip_s
     return compute_s + 2.0 * first_pass_s + again_s
 
 
@@ -73,6 +73,6 @@ def sent_again(p: float, chunks: float, budget: float) -> tuple[float, float]:
         return 0.0, 0.0
     if budget == 0.0:
         # Only the copies that the engine sends of the last few would matter for bytes, and they are few.
-        return p / (1.0 - p), sum(rounds_chances(Link(p=p, round_trip_s=1.0, chunk_s=1.0), chunks))
+        return p / (1.0 - p), sum(round_probabilities(LinkModel(p=p, round_trip_s=1.0, chunk_s=1.0), chunks))
     rounds = math.ceil(math.log(budget) / math.log(p) - 1e-9) - 1
     return sum(p**j for j in range(1, rounds + 1)), float(rounds)

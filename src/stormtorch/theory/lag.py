@@ -13,34 +13,34 @@ _NEGLIGIBLE = 1e-18
 _RARE = 1e-5
 
 
-def lag_chance(lag: int, p: float, max_lag: int | None = None) -> float:
+def lag_probability(lag: int, p: float, max_lag: int | None = None) -> float:
     """Chance that a copy is `lag` steps old. Exact; derived here, see above."""
     check_count("lag", lag, least=0)
     check_loss(p)
     check_max_lag(max_lag)
     if max_lag is None:
         return (1.0 - p) * p**lag
-    chances = lag_chances(p, max_lag)
+    chances = lag_probabilities(p, max_lag)
     return chances[lag] if lag < len(chances) else 0.0
 
 
 def mean_lag(p: float, max_lag: int | None = None) -> float:
-    """Mean age of copies in steps: p/(1-p), or less with a bound. Exact; derived here, as `lag_chance`."""
+    """Mean age of copies in steps: p/(1-p), or less with a bound. Exact; derived here, as `lag_probability`."""
     check_loss(p)
     check_max_lag(max_lag)
     if max_lag is None:
         return p / (1.0 - p)
-    return sum(lag * chance for lag, chance in enumerate(lag_chances(p, max_lag)))
+    return sum(lag * chance for lag, chance in enumerate(lag_probabilities(p, max_lag)))
 
 
 def lag_variance(p: float, max_lag: int | None = None) -> float:
-    """Variance of the lag: p/(1-p)^2, or less with a bound. Exact; derived here, as `lag_chance`."""
+    """Variance of the lag: p/(1-p)^2, or less with a bound. Exact; derived here, as `lag_probability`."""
     check_loss(p)
     check_max_lag(max_lag)
     if max_lag is None:
         return p / (1.0 - p) ** 2
     mean = mean_lag(p, max_lag)
-    return sum((lag - mean) ** 2 * chance for lag, chance in enumerate(lag_chances(p, max_lag)))
+    return sum((lag - mean) ** 2 * chance for lag, chance in enumerate(lag_probabilities(p, max_lag)))
 
 
 def largest_lag(p: float, copies: int, steps: int, max_lag: int | None = None) -> float:
@@ -85,7 +85,7 @@ def fetched(p: float, max_lag: int | None = None) -> float:
     Exact; derived here.
     """
     check_loss(p)
-    return 0.0 if max_lag is None else lag_chance(max_lag, p, max_lag)
+    return 0.0 if max_lag is None else lag_probability(max_lag, p, max_lag)
 
 
 def lead(p: float, max_lag: int | None = None) -> float:
@@ -97,7 +97,7 @@ def lead(p: float, max_lag: int | None = None) -> float:
     return mean_lag(p, max_lag)
 
 
-def lag_chances(p: float, max_lag: int) -> list[float]:
+def lag_probabilities(p: float, max_lag: int) -> list[float]:
     """Chances of the lags 0, 1, ... of bounded copies, without negligible ones. Arguments are not checked."""
     weights = [1.0]
     # Weights are divided by their sum, not by 1 - p^(max_lag+1), which loses its digits if p is almost 1.

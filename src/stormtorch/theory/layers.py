@@ -75,7 +75,7 @@ class Descent:
         return self.floor * self.contraction * (1.0 - self.curvature)
 
 
-def layer_chances(layers: int, deadline_s: float, layer_s: float) -> list[float]:
+def layer_probabilities(layers: int, deadline_s: float, layer_s: float) -> list[float]:
     """Chance that a rank has the gradients of each layer at a deadline, the last layer of the model first.
 
     P(Poisson(deadline_s / layer_s) >= k) for k = 1, 2, ... Exact for exponential times; derived here.
@@ -188,9 +188,9 @@ def _moments(backward: Backward, deadline_s: float) -> list[tuple[float, float]]
     """Returns, for each layer, the chance that somebody has reached it, and E[1/N; N > 0] of those who have."""
     n = len(backward.layer_s)
     if len(set(backward.layer_s)) == 1:
-        chances = layer_chances(backward.layers, deadline_s, backward.layer_s[0])
+        chances = layer_probabilities(backward.layers, deadline_s, backward.layer_s[0])
         return [(_somebody([chance] * n), _inverse_of_equal(chance, n)) for chance in chances]
-    ranks = [layer_chances(backward.layers, deadline_s, each) for each in backward.layer_s]
+    ranks = [layer_probabilities(backward.layers, deadline_s, each) for each in backward.layer_s]
     return [(_somebody(chances), _inverse(chances)) for chances in zip(*ranks, strict=True)]
 
 
@@ -264,7 +264,7 @@ class _Table:
             for before, here, after in zip(logs, logs[1:], logs[2:], strict=False)
         ]
 
-    def ask(self, deadline_s: float) -> tuple[float, float, float, float]:
+    def lookup(self, deadline_s: float) -> tuple[float, float, float, float]:
         """Returns stretch and inflation at a deadline, and the derivative of each."""
         place = min(max((math.log(deadline_s) - self._low) / self._apart, 0.0), _KNOTS - 1.0)
         first = min(int(place), _KNOTS - 2)
@@ -310,7 +310,7 @@ def _worth(
     table: _Table, descent: Descent, deadlines_s: Sequence[float], rates: Sequence[float]
 ) -> tuple[float, list[float]]:
     """Returns the bound, and by how much a second more in each step lowers it."""
-    asked = [table.ask(each) for each in deadlines_s]
+    asked = [table.lookup(each) for each in deadlines_s]
     gaps = _gaps(descent, [(stretch, inflation) for stretch, inflation, *_ in asked], rates)
     worth, left = [], 1.0  # what is left at the end of what a step adds
     for (stretch, _, stretch_slope, inflation_slope), gap, rate in zip(

@@ -8,7 +8,7 @@ from stormtorch.theory.averaging import averaging_rate, mixing, rate_factor
 from stormtorch.theory.cost import averaging_steps, lead_steps, plain_steps
 from stormtorch.theory.drift import common_drift, owner_drift, pair_drift, pair_drift_published
 from stormtorch.theory.gradients import horvitz_thompson_inflation, owner_overweight, variance_inflation
-from stormtorch.theory.lag import fetched, lag_chance, lag_variance, largest_lag, lead, mean_lag
+from stormtorch.theory.lag import fetched, lag_probability, lag_variance, largest_lag, lead, mean_lag
 
 
 class Kind(StrEnum):
@@ -107,9 +107,11 @@ _LESS_THAN_EXACT = {
     "lead_steps": Kind.APPROXIMATE,
     "averaging_steps": Kind.APPROXIMATE,
 }
-ASKED = ("n", "p", "max_lag", "steps", "chunks")
+ARGUMENTS = ("n", "p", "max_lag", "steps", "chunks")
 """Fields of a `Prediction` that hold its conditions."""
-KINDS = {name: _LESS_THAN_EXACT.get(name, Kind.EXACT) for name in Prediction.__dataclass_fields__ if name not in ASKED}
+KINDS = {
+    name: _LESS_THAN_EXACT.get(name, Kind.EXACT) for name in Prediction.__dataclass_fields__ if name not in ARGUMENTS
+}
 """Kinds of all other fields of a `Prediction`."""
 
 
@@ -132,7 +134,7 @@ def predict(n: int, p: float, max_lag: int | None = None, *, steps: int = 1000, 
         chunks=chunks,
         mean_lag=mean_lag(p, max_lag),
         lag_deviation=variance**0.5,
-        up_to_date=lag_chance(0, p, max_lag),
+        up_to_date=lag_probability(0, p, max_lag),
         # An owner's chunk has a copy on every other rank.
         largest_lag=largest_lag(p, chunks * (n - 1), steps, max_lag) if n > 1 else 0.0,
         fetched=fetched(p, max_lag),

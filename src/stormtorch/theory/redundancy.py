@@ -72,15 +72,15 @@ def residual_loss(p: float, data: int, redundancy: float, burst: float = 1.0) ->
     return lost / data
 
 
-def most_redundancy(data: int, narrower: float, share: float = SHARE) -> float:
+def most_redundancy(data: int, compression_ratio: float, share: float = SHARE) -> float:
     """Parity for each data chunk that a narrow wire pays for: with it, a message takes `share` of float32's bytes.
 
     Args:
         data: Data chunks of the message.
-        narrower: Bytes of float32 over those of the wire.
+        compression_ratio: Bytes of float32 over those of the wire.
         share: Bytes that may be sent, in those of float32.
     """
-    allowed = max(share * narrower - 1.0, 0.0)
+    allowed = max(share * compression_ratio - 1.0, 0.0)
     k = stretches_of(data)[0][0]
     m = block_parity(math.floor(allowed * k + _HAIR) / k, k)
     # Blocks that are shorter by a chunk have as much parity.
@@ -123,12 +123,12 @@ def _block_loss(p: float, k: int, m: int, memory: float) -> float:
     for state in (0, 1):
         # Chance that fewer parity chunks arrive than data chunks are missing, by how many are.
         below, total = [0.0], 0.0
-        for came in range(m + 1):
-            total += parity[state][0][came] + parity[state][1][came]
+        for arrived in range(m + 1):
+            total += parity[state][0][arrived] + parity[state][1][arrived]
             below.append(total)
-        for came in range(k):
-            missing = k - came
-            lost += data[state][came] * missing * below[min(missing, m + 1)]
+        for arrived in range(k):
+            missing = k - arrived
+            lost += data[state][arrived] * missing * below[min(missing, m + 1)]
     return lost / k
 
 

@@ -35,11 +35,11 @@ _FIRST_EVERY_S = 0.02
 _watchers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _ending = threading.Event()
 
-Sightings = dict[int, dict[int, list[Address]]]
+ObservedAddresses = dict[int, dict[int, list[Address]]]
 """By observer and rank seen: addresses by lane."""
 
 
-def translated(cards: Iterable[Card]) -> bool:
+def behind_nat(cards: Iterable[Card]) -> bool:
     """Whether routers may translate addresses between ranks: someone says so, or has a private address while others are
     in another network.
     """
@@ -52,19 +52,19 @@ def translated(cards: Iterable[Card]) -> bool:
     return len(networks) > 1 and any(each in network for each in hosts for network in _PRIVATE)
 
 
-class Whereabouts:
+class AddressBook:
     """Where one transport's peers are, as it and other ranks see them."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = weakref.ref(transport)
         self._rank = transport.rank
         self._store = transport.store
-        self._place = f"{transport.prefix}/seen"
-        self._told: Mapping[str, Any] = {}
+        self._key = f"{transport.prefix}/seen"
+        self._published: Mapping[str, Any] = {}
         self._version = 0
         self._lock = threading.Lock()
-        self._seen: Sightings = {}
-        self._kept = False
+        self._seen: ObservedAddresses = {}
+        self._keepalive_on = False
         self._over = threading.Event()
         for peer, card in transport.cards.items():
             if peer != self._rank:
@@ -80,7 +80,7 @@ class Whereabouts:
         """Looks no longer: whoever serves the store may leave before this rank."""
         self._over.set()
 
-    def find_all(self, peers: Sequence[int], timeout_s: float) -> None:
+    def wait_for_peers(self, peers: Sequence[int], timeout_s: float) -> None:
         """Waits until all peers answer.
 
         Raises:
@@ -102,7 +102,7 @@ class Whereabouts:
                 return
             error = Unreachable(
                 f"rank {self._rank} and rank {peer} find no way to each other within {timeout_s:g} s: "
-                f"{self._where(self._rank)}, {self._where(peer)}. Routers that give every destination another port "
+                f"{self._describe(self._rank)}, {self._describe(peer)}. Routers that give every destination another port "
                 "(symmetric NAT) at both ends, or at one end if the other lets in only answers, cannot be passed: join "
                 "these hosts by a VPN, or give one of them a public address."
             )
@@ -116,8 +116,8 @@ class Whereabouts:
         if transport is None or transport.closed:
             return
         with self._lock:
-            self._tell(transport)
-            version = self._store.add(self._place, 0)
+            self._publish(transport)
+            version = self._store.add(self._key, 0)
             if version == self._version:
                 return
             self._version = version
@@ -126,32 +126,32 @@ class Whereabouts:
                 for peer, lanes in peers.items():
                     if observer != self._rank and peer != self._rank:
                         self._try(transport, peer, lanes)
-            if not self._kept and any(self._rank in peers for peers in self._seen.values()):
-                transport.endpoint.keep_open()
-                self._kept = True
+            if not self._keepalive_on and any(self._rank in peers for peers in self._seen.values()):
+                transport.endpoint.enable_keepalive()
+                self._keepalive_on = True
 
-    def _tell(self, transport: Any) -> None:
+    def _publish(self, transport: Any) -> None:
         lanes = transport.endpoint.routes()
         learned = {
             str(peer): [lane[peer][:2] for lane in lanes]
             for peer in transport.cards
             if peer != self._rank and all(lane[peer][2] for lane in lanes) and any(lane[peer][3] for lane in lanes)
         }
-        if learned != self._told:
-            self._told = learned
-            self._store.set(f"{self._place}/{self._rank}", json.dumps(learned))
-            self._store.add(self._place, 1)
+        if learned != self._published:
+            self._published = learned
+            self._store.set(f"{self._key}/{self._rank}", json.dumps(learned))
+            self._store.add(self._key, 1)
 
-    def _read(self, world: int) -> Sightings:
-        seen: Sightings = {}
+    def _read(self, world: int) -> ObservedAddresses:
+        seen: ObservedAddresses = {}
         for observer in range(world):
-            place = f"{self._place}/{observer}"
-            if not self._store.check([place]):
+            key = f"{self._key}/{observer}"
+            if not self._store.check([key]):
                 continue
             try:
-                told = json.loads(self._store.get(place))
+                observed = json.loads(self._store.get(key))
                 seen[observer] = {
-                    int(peer): [(str(host), int(port)) for host, port in lanes] for peer, lanes in told.items()
+                    int(peer): [(str(host), int(port)) for host, port in lanes] for peer, lanes in observed.items()
                 }
             # Whoever reaches the store may write anything.
             except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -170,7 +170,7 @@ class Whereabouts:
         transport = self._transport()
         return transport is None or transport.closed or all(lane[peer][2] for lane in transport.endpoint.routes())
 
-    def _where(self, rank: int) -> str:
+    def _describe(self, rank: int) -> str:
         transport = self._transport()
         card = transport.cards[rank] if transport is not None else None
         own = f"rank {rank} is at {card.host}:{card.port}" if card is not None else f"rank {rank}"

@@ -49,7 +49,7 @@ def local_address(interface: str | None) -> str:
     raise ValueError(f"interface {interface!r} does not exist or has no address; this machine has {names}")
 
 
-def line_mbit(host: str) -> int:
+def interface_mbit(host: str) -> int:
     """Speed of the interface that has a numeric address, in Mbit/s; 0 if the kernel does not tell."""
     for _, name in socket.if_nameindex():
         try:

@@ -28,7 +28,7 @@ MOST_INCARNATIONS = 0xFFFFFFFF
 """Highest number of a process: a rank that is restarted every second gets there in half a year at the least."""
 _MOST_SLOTS = 256  # of a view
 # Processes in a row that may have taken a number and died before they published a card.
-_MOST_IN_VAIN = 1024
+_MOST_UNPUBLISHED = 1024
 _MOST_NUMBER = 1 << 40  # of bytes, cores or Mbit/s: more is nonsense
 MOST_BYTES = 400
 """Most bytes of a packed card."""
@@ -65,7 +65,7 @@ class Card:
     """Ports of lanes 1 and up; `port` is that of lane 0."""
     cores: int = 0
     """Cores that this process may use; 0 if its user chose the number of lanes."""
-    line_mbit: int = 0
+    interface_mbit: int = 0
     """Speed of the interface in Mbit/s; 0 if it is not known."""
     nat: int = 0
     """1 if its user says that routers translate addresses between the ranks, -1 if not; 0 decides by the addresses."""
@@ -104,7 +104,7 @@ class Agreement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class JobDescription:
     """What a process must know of a job to take part in it, apart from the other processes' cards."""
 
     cookie: bytes
@@ -169,7 +169,9 @@ def agree_lanes(cards: Sequence[Card]) -> int:
             continue
         if not card.machine:
             return 1
-        fewest = min(fewest, lanes_for(card.cores, ranks[card.machine], card.line_mbit if len(ranks) > 1 else None))
+        fewest = min(
+            fewest, lanes_for(card.cores, ranks[card.machine], card.interface_mbit if len(ranks) > 1 else None)
+        )
     return fewest
 
 
@@ -201,7 +203,7 @@ def unpack(packed: bytes) -> Card:
     ipaddress.ip_address(card.host.partition("%")[0])
     _check_paths(card.paths)
     lanes = len(card.lanes) < MOST_LANES and all(type(port) is int and 0 < port <= 0xFFFF for port in card.lanes)
-    numbers = (card.receive_buffer, card.eager_bytes, card.spare_ranks, card.cores, card.line_mbit)
+    numbers = (card.receive_buffer, card.eager_bytes, card.spare_ranks, card.cores, card.interface_mbit)
     if not 0 < card.datagram_bytes <= 0xFFFF or not all(0 <= each <= _MOST_NUMBER for each in numbers):
         raise ValueError(f"these bytes are no card: a size is out of range in {card}")
     if not re.fullmatch("[0-9a-f]{32}", card.nonce):
@@ -225,39 +227,39 @@ def _check_paths(paths: Sequence[object]) -> None:
 
 def publish(store: Store, prefix: str, rank: int, card: Card) -> None:
     """Publishes a card. Cards never change: each process of a rank has a place of its own."""
-    store.set(_place(prefix, rank, card.incarnation), pack(card).decode())
+    store.set(_card_key(prefix, rank, card.incarnation), pack(card).decode())
 
 
-def places(prefix: str, world: int) -> dict[int, str]:
+def card_keys(prefix: str, world: int) -> dict[int, str]:
     """Keys in the store under which the first process of each rank publishes its card."""
-    return {rank: _place(prefix, rank, 0) for rank in range(world)}
+    return {rank: _card_key(prefix, rank, 0) for rank in range(world)}
 
 
-def first(store: Store, prefix: str, rank: int) -> Card:
+def first_card(store: Store, prefix: str, rank: int) -> Card:
     """Reads the card of a rank's first process; blocks until there is one."""
-    return _read(store, _place(prefix, rank, 0), rank, 0)
+    return _read(store, _card_key(prefix, rank, 0), rank, 0)
 
 
-def first_if_there(store: Store, prefix: str, rank: int) -> Card | None:
+def first_card_if_published(store: Store, prefix: str, rank: int) -> Card | None:
     """Reads the card of a rank's first process, if there is one. Never blocks."""
-    place = _place(prefix, rank, 0)
-    return _read(store, place, rank, 0) if store.check([place]) else None
+    key = _card_key(prefix, rank, 0)
+    return _read(store, key, rank, 0) if store.check([key]) else None
 
 
-def known(store: Store, prefix: str, world: int) -> dict[int, Card]:
+def known_cards(store: Store, prefix: str, world: int) -> dict[int, Card]:
     """Reads the newest card of each rank that has published one; leaves out what is none. Never blocks."""
     cards: dict[int, Card] = {}
     for rank in range(world):
         try:
-            card = first_if_there(store, prefix, rank)
+            card = first_card_if_published(store, prefix, rank)
             if card is not None:
-                cards[rank] = newest(store, prefix, rank, 0) or card
+                cards[rank] = newest_card(store, prefix, rank, 0) or card
         except ValueError as error:
             _log.warning("%s", error)
     return cards
 
 
-def newest(store: Store, prefix: str, rank: int, above: int) -> Card | None:
+def newest_card(store: Store, prefix: str, rank: int, above: int) -> Card | None:
     """Reads the newest card of a rank with an incarnation above `above`, if there is one. Never blocks."""
     counter = f"{prefix}/incarnations/{rank}"
     try:
@@ -266,10 +268,10 @@ def newest(store: Store, prefix: str, rank: int, above: int) -> Card | None:
         raise ValueError(f"the store holds something else than a number at {counter}. {ADVICE}") from None
     # A process may have died between taking its number and publishing its card.
     latest = min(latest, MOST_INCARNATIONS)
-    for incarnation in range(latest, max(above, latest - _MOST_IN_VAIN), -1):
-        place = _place(prefix, rank, incarnation)
-        if store.check([place]):
-            return _read(store, place, rank, incarnation)
+    for incarnation in range(latest, max(above, latest - _MOST_UNPUBLISHED), -1):
+        key = _card_key(prefix, rank, incarnation)
+        if store.check([key]):
+            return _read(store, key, rank, incarnation)
     return None
 
 
@@ -283,7 +285,7 @@ def next_incarnation(store: Store, prefix: str, rank: int) -> int:
     return incarnation
 
 
-def publish_later(store: Store, prefix: str, rank: int, card: Card) -> None:
+def publish_successor_card(store: Store, prefix: str, rank: int, card: Card) -> None:
     """Publishes the card of a process that got its number elsewhere; numbers from the store are then higher."""
     publish(store, prefix, rank, card)
     counter = f"{prefix}/incarnations/{rank}"
@@ -330,18 +332,18 @@ def _end(rank: int, card: Card) -> bytes:
     return struct.pack("<HI", rank, card.incarnation) + bytes.fromhex(card.nonce)
 
 
-def _read(store: Store, place: str, rank: int, incarnation: int) -> Card:
+def _read(store: Store, key: str, rank: int, incarnation: int) -> Card:
     """Reads a card. Whoever reaches the store may write anything there."""
     try:
-        card = unpack(bytes(store.get(place)))
+        card = unpack(bytes(store.get(key)))
         if card.incarnation != incarnation:
             raise ValueError(f"these bytes are the card of process {card.incarnation}")
     except ValueError as error:
         raise ValueError(
-            f"the store holds something else than the card of rank {rank} at {place}: {error}. {ADVICE}"
+            f"the store holds something else than the card of rank {rank} at {key}: {error}. {ADVICE}"
         ) from None
     return card
 
 
-def _place(prefix: str, rank: int, incarnation: int) -> str:
+def _card_key(prefix: str, rank: int, incarnation: int) -> str:
     return f"{prefix}/card/{rank}" if incarnation == 0 else f"{prefix}/card/{rank}/{incarnation}"

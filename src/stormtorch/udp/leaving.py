@@ -49,7 +49,7 @@ def say_goodbye_on_error(transport: Any) -> None:
     if _installed_in == os.getpid():
         return
     _installed_in = os.getpid()
-    atexit.register(_part)
+    atexit.register(_drain_at_exit)
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -77,12 +77,12 @@ def _at_a_prompt() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
-def _part() -> None:
+def _drain_at_exit() -> None:
     """Parts from the other ranks when a program ends without closing its transports."""
     if os.getpid() == _installed_in:
         for transport in list(_transports):
             with contextlib.suppress(Exception):  # the program has ended, and its exit status must not change
-                transport.part()
+                transport.drain()
 
 
 def leave() -> None:
@@ -94,8 +94,8 @@ def leave() -> None:
     for transport in [*_transports]:
         if transport.closed or transport.inherited:
             continue
-        _ask_out(transport)
-        hand_all_over(transport)
+        _request_leave(transport)
+        transfer_all(transport)
 
 
 def install_sigterm(transport: Any) -> None:
@@ -121,7 +121,7 @@ def install_sigterm(transport: Any) -> None:
     _before = signal.signal(signal.SIGTERM, _on_sigterm)
 
 
-def leaves_by(transport: Any, hand_over: Callable[[], None]) -> None:
+def add_leave_handler(transport: Any, hand_over: Callable[[], None]) -> None:
     """Has a method, held weakly, called before a transport is left by wish.
 
     Args:
@@ -133,7 +133,7 @@ def leaves_by(transport: Any, hand_over: Callable[[], None]) -> None:
         transport.on_leave.append(lambda: (method := found()) is not None and method())
 
 
-def hand_all_over(transport: Any) -> None:
+def transfer_all(transport: Any) -> None:
     """Hands over all that a process owns, and closes its transport."""
     try:
         for hand_over in list(transport.on_leave):
@@ -155,19 +155,19 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
         timer.daemon = True
         timer.start()
     for transport in here:
-        _ask_out(transport, at_once=transport.resting())
+        _request_leave(transport, at_once=transport.resting())
     if callable(_before):
         _before(number, frame)
 
 
-def _ask_out(transport: Any, *, at_once: bool = True) -> None:
+def _request_leave(transport: Any, *, at_once: bool = True) -> None:
     """Tells the others that this rank leaves; otherwise where the next round begins before which it could hand over."""
     transport.leaving = True
     transport.leaves_later = not at_once
     if not at_once:
         return
     with contextlib.suppress(RuntimeError):  # closed meanwhile
-        transport.endpoint.ask_out()
+        transport.endpoint.request_leave()
 
 
 def _end() -> None:

@@ -27,7 +27,7 @@ class Roaming:
         self._hosts = hosts
         self._names = [_interface_of(host) or given for host, given in zip(hosts, interfaces, strict=True)]
         self._look_at = 0.0
-        self._homeless: set[int] = set()
+        self._without_address: set[int] = set()
 
     def look(self, transport: Any) -> None:
         """Moves sockets whose address this host no longer has to the one that their interface has now."""
@@ -35,8 +35,8 @@ class Roaming:
             return
         self._look_at = time.monotonic() + _EVERY_S
         for path, host in enumerate(self._hosts):
-            if _is_here(host):
-                self._homeless.discard(path)
+            if _has_address(host):
+                self._without_address.discard(path)
             else:
                 self._move(transport, path, host)
 
@@ -45,10 +45,10 @@ class Roaming:
         where = f"interface {name}" if name else "the interface towards the other ranks"
         try:
             new = local_address(name)
-            if new != host and _is_here(new):
+            if new != host and _has_address(new):
                 transport.endpoint.rebind(path, new)
                 self._hosts[path] = new
-                self._homeless.discard(path)
+                self._without_address.discard(path)
                 if path == 0:
                     own = transport.cards[transport.rank]
                     transport.cards[transport.rank] = replace(own, host=new)
@@ -59,8 +59,8 @@ class Roaming:
                 return
         except (OSError, ValueError) as error:
             _log.debug("rank %d: %s has no other address: %s", transport.rank, where, error)
-        if path not in self._homeless:
-            self._homeless.add(path)
+        if path not in self._without_address:
+            self._without_address.add(path)
             _log.error(
                 "rank %d: this host has lost the address %s, from which it sends, and %s has no other one: nobody "
                 "hears this rank. It goes on as soon as the interface has an address again; or restart it elsewhere, "
@@ -69,7 +69,7 @@ class Roaming:
             )
 
 
-def _is_here(host: str) -> bool:
+def _has_address(host: str) -> bool:
     """Whether this host has an address."""
     family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
     try:

@@ -31,33 +31,33 @@ _log = logging.getLogger("stormtorch")
 
 PROTOCOL = 1
 """Number of this way to talk; both sides must have the same."""
-TALK_S = 5.0
+RPC_TIMEOUT_S = 5.0
 """Longest time of a talk, on either side."""
-_MOST_TALKS = 8
-_QUESTION_BYTES = 4 << 10
-_ANSWER_BYTES = 512 << 10  # the cards of a thousand ranks
+_MOST_CONNECTIONS = 8
+_REQUEST_BYTES = 4 << 10
+_RESPONSE_BYTES = 512 << 10  # the cards of a thousand ranks
 _MAC_BYTES = 32
 _HEAD = struct.Struct("!BI")  # whether the frame is signed, and the bytes that follow
 STATUS_VARIABLE = "STORM_STATUS"
 """Environment variable: 1 answers STATUS in a job that has a key, too, to everybody on the same machine."""
 _STATUS = b"STATUS"
 # Time for which a rank waits before it greets somebody on its own machine: whoever asks for STATUS says so at once.
-_GREET_AFTER_S = 0.02
+_HANDSHAKE_DELAY_S = 0.02
 
 Answer = Callable[[dict[str, Any]], dict[str, Any] | bytes]
 
-_listeners: weakref.WeakSet["Listener"] = weakref.WeakSet()
+_listeners: weakref.WeakSet["RpcServer"] = weakref.WeakSet()
 
 
-class Garbage(Exception):
+class MalformedMessage(Exception):
     """What came over a connection is not part of such a talk."""
 
 
-class _AsksStatus(Exception):
+class _StatusRequested(Exception):
     """The other side has typed STATUS after it was greeted."""
 
 
-class _Talk:
+class _RpcConnection:
     """One side of a talk over a connected socket."""
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
@@ -70,33 +70,33 @@ class _Talk:
         if key is not None:
             self._key = hmac.new(key, f"reception {theirs} {ours}".encode(), hashlib.sha256).digest()
 
-    def say(self, what: dict[str, Any] | bytes, who: bytes, *, plain: bool = False) -> None:
+    def send(self, what: dict[str, Any] | bytes, who: bytes, *, plain: bool = False) -> None:
         """Sends a frame. `who` says which side speaks, so that no frame can be sent back to its sender."""
-        body = what if isinstance(what, bytes) else _written(what)
+        body = what if isinstance(what, bytes) else _encode(what)
         signed = self._key is not None and not plain
         mac = self._mac(who, body) if signed else b""
         self._allow()
         self._connection.sendall(_HEAD.pack(signed, len(mac) + len(body)) + mac + body)
 
-    def hear(self, who: bytes, most_bytes: int) -> dict[str, Any]:
+    def receive(self, who: bytes, most_bytes: int) -> dict[str, Any]:
         """Receives a frame of the other side."""
-        return _parsed(self.hear_text(who, most_bytes))
+        return _decode(self.receive_bytes(who, most_bytes))
 
-    def hear_text(self, who: bytes, most_bytes: int) -> bytes:
+    def receive_bytes(self, who: bytes, most_bytes: int) -> bytes:
         """Receives a frame of the other side as it is: it may be no JSON."""
         head = self._take(_HEAD.size)
         if who == b"newcomer" and head == _STATUS[: _HEAD.size]:
-            raise _AsksStatus
+            raise _StatusRequested
         signed, length = _HEAD.unpack(head)
         if length > most_bytes + _MAC_BYTES:
-            raise Garbage(f"a frame of {length} bytes")
+            raise MalformedMessage(f"a frame of {length} bytes")
         body = self._take(length)
         if self._key is not None:
             mac, body = body[:_MAC_BYTES], body[_MAC_BYTES:]
             if not signed or not hmac.compare_digest(mac, self._mac(who, body)):
                 raise PermissionError("the other side has another key")
         elif signed:
-            raise Garbage("a signed frame in a talk without a key")
+            raise MalformedMessage("a signed frame in a talk without a key")
         return body
 
     def _mac(self, who: bytes, body: bytes) -> bytes:
@@ -104,14 +104,14 @@ class _Talk:
         return hmac.new(self._key, who + body, hashlib.sha256).digest()
 
     def _take(self, length: int) -> bytes:
-        came = bytearray()
-        while len(came) < length:
+        received = bytearray()
+        while len(received) < length:
             self._allow()
-            piece = self._connection.recv(min(length - len(came), 1 << 16))
+            piece = self._connection.recv(min(length - len(received), 1 << 16))
             if not piece:
-                raise Garbage(f"the connection ended after {len(came)} of {length} bytes")
-            came += piece
-        return bytes(came)
+                raise MalformedMessage(f"the connection ended after {len(received)} of {length} bytes")
+            received += piece
+        return bytes(received)
 
     def _allow(self) -> None:
         left_s = self._give_up_at - time.monotonic()
@@ -120,40 +120,50 @@ class _Talk:
         self._connection.settimeout(left_s)
 
 
-def _written(what: dict[str, Any]) -> bytes:
+def _encode(what: dict[str, Any]) -> bytes:
     return json.dumps(what, separators=(",", ":")).encode()
 
 
 def with_records(what: dict[str, Any], lines: list[bytes]) -> bytes:
     """Returns an answer as JSON, with records that are JSON already: a training does not read its own lines again."""
-    return b'%s,"records":[%s]}' % (_written(what)[:-1], b",".join(lines))
+    return b'%s,"records":[%s]}' % (_encode(what)[:-1], b",".join(lines))
 
 
-def _parsed(body: bytes) -> dict[str, Any]:
+def _decode(body: bytes) -> dict[str, Any]:
     try:
-        said = json.loads(body)
+        message = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Garbage("a frame that is no JSON") from error
-    if not isinstance(said, dict):
-        raise Garbage("a frame that is no object")
-    return said
+        raise MalformedMessage("a frame that is no JSON") from error
+    if not isinstance(message, dict):
+        raise MalformedMessage("a frame that is no object")
+    return message
 
 
-def ask(
-    address: tuple[str, int], question: dict[str, Any], *, key: bytes | None, version: str, timeout_s: float = TALK_S
+def request(
+    address: tuple[str, int],
+    request: dict[str, Any],
+    *,
+    key: bytes | None,
+    version: str,
+    timeout_s: float = RPC_TIMEOUT_S,
 ) -> dict[str, Any]:
-    """Asks the reception at an address one question, and returns its answer: see `ask_text`."""
-    return _parsed(ask_text(address, question, key=key, version=version, timeout_s=timeout_s))
+    """Asks the reception at an address one question, and returns its answer: see `request_bytes`."""
+    return _decode(request_bytes(address, request, key=key, version=version, timeout_s=timeout_s))
 
 
-def ask_text(
-    address: tuple[str, int], question: dict[str, Any], *, key: bytes | None, version: str, timeout_s: float = TALK_S
+def request_bytes(
+    address: tuple[str, int],
+    request: dict[str, Any],
+    *,
+    key: bytes | None,
+    version: str,
+    timeout_s: float = RPC_TIMEOUT_S,
 ) -> bytes:
     """Asks the reception at an address one question, and returns its answer as it came, to be passed on.
 
     Args:
         address: Where the reception listens.
-        question: What to ask.
+        request: What to ask.
         key: The job's key.
         version: Version of this package.
         timeout_s: Longest time to connect, and then to talk.
@@ -165,31 +175,31 @@ def ask_text(
     """
     where = f"{address[0]}:{address[1]}"
     with socket.create_connection(address, timeout=timeout_s) as connection:
-        talk = _Talk(connection, timeout_s)
-        greeting = talk.hear(b"rank", _QUESTION_BYTES)
-        if greeting.get("storm") != PROTOCOL or greeting.get("version") != version:
+        talk = _RpcConnection(connection, timeout_s)
+        handshake = talk.receive(b"rank", _REQUEST_BYTES)
+        if handshake.get("storm") != PROTOCOL or handshake.get("version") != version:
             raise NotAdmitted(
-                f"the job at {where} runs stormtorch {greeting.get('version')!s:.20}, and this process {version}: "
+                f"the job at {where} runs stormtorch {handshake.get('version')!s:.20}, and this process {version}: "
                 "install the same version"
             )
-        if bool(greeting.get("keyed")) != (key is not None):
+        if bool(handshake.get("keyed")) != (key is not None):
             has, gives = ("no key", "has one") if key is not None else ("a key", "has none")
             raise NotAdmitted(
                 f"the job at {where} has {has}, and this process {gives}: `key` must be the same on every rank"
             )
-        ours, theirs = secrets.token_hex(16), str(greeting.get("nonce"))
-        talk.say({"nonce": ours}, b"newcomer")
+        ours, theirs = secrets.token_hex(16), str(handshake.get("nonce"))
+        talk.send({"nonce": ours}, b"newcomer")
         talk.sign(key, theirs, ours)
-        talk.say(question, b"newcomer")
+        talk.send(request, b"newcomer")
         try:
-            return talk.hear_text(b"rank", _ANSWER_BYTES)
+            return talk.receive_bytes(b"rank", _RESPONSE_BYTES)
         except PermissionError:
             raise NotAdmitted(
                 f"the job at {where} has another key than this process: `key` must be the same on every rank"
             ) from None
 
 
-class Listener:
+class RpcServer:
     """Listens on a TCP port of its own, and has a callable answer what newcomers ask.
 
     Bytes of strangers raise nothing into the job: `rejected` counts the talks that came to nothing.
@@ -208,7 +218,7 @@ class Listener:
         """Says where this rank stands; None says nothing."""
         self.rejected = 0
         self._key, self._version = key, version
-        self._seats = threading.BoundedSemaphore(_MOST_TALKS)
+        self._seats = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         self._socket = _listen(host, port)
         self.port = int(self._socket.getsockname()[1])
         _listeners.add(self)
@@ -228,35 +238,35 @@ class Listener:
             connection.close()
             return
         try:
-            threading.Thread(target=self._talk, args=(connection,), name="reception talk", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), name="reception talk", daemon=True).start()
         except RuntimeError:  # no more threads
             self._seats.release()
             connection.close()
 
-    def _talk(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                if self._asks_status(connection):
-                    self._say_status(connection)
+                if self._requests_status(connection):
+                    self._send_status(connection)
                     return
-                talk = _Talk(connection, TALK_S)
+                talk = _RpcConnection(connection, RPC_TIMEOUT_S)
                 nonce = secrets.token_hex(16)
                 keyed = self._key is not None
-                talk.say({"storm": PROTOCOL, "version": self._version, "nonce": nonce, "keyed": keyed}, b"rank")
+                talk.send({"storm": PROTOCOL, "version": self._version, "nonce": nonce, "keyed": keyed}, b"rank")
                 try:
-                    theirs = talk.hear(b"newcomer", _QUESTION_BYTES).get("nonce")
-                except _AsksStatus:
-                    self._say_status(connection, after="\n")  # the greeting is no line
+                    theirs = talk.receive(b"newcomer", _REQUEST_BYTES).get("nonce")
+                except _StatusRequested:
+                    self._send_status(connection, after="\n")  # the greeting is no line
                     return
                 talk.sign(self._key, nonce, str(theirs))
                 try:
-                    question = talk.hear(b"newcomer", _QUESTION_BYTES)
+                    request = talk.receive(b"newcomer", _REQUEST_BYTES)
                 except PermissionError:
                     self.rejected += 1
-                    talk.say({"refused": "key"}, b"rank", plain=True)
+                    talk.send({"refused": "key"}, b"rank", plain=True)
                     return
-                talk.say(self.answer(question), b"rank")
-        except (Garbage, OSError):
+                talk.send(self.answer(request), b"rank")
+        except (MalformedMessage, OSError):
             self.rejected += 1
         except Exception:
             self.rejected += 1
@@ -264,29 +274,29 @@ class Listener:
         finally:
             self._seats.release()
 
-    def _tells_status(self, connection: socket.socket) -> bool:
+    def _may_send_status(self, connection: socket.socket) -> bool:
         allowed = self._key is None or os.environ.get(STATUS_VARIABLE) == "1"
-        return allowed and self.status is not None and _from_here(connection)
+        return allowed and self.status is not None and _is_local(connection)
 
-    def _asks_status(self, connection: socket.socket) -> bool:
+    def _requests_status(self, connection: socket.socket) -> bool:
         """Whether somebody on this machine asks for the status, without having been greeted."""
-        if not self._tells_status(connection):
+        if not self._may_send_status(connection):
             return False
-        connection.settimeout(_GREET_AFTER_S)
+        connection.settimeout(_HANDSHAKE_DELAY_S)
         try:
             return connection.recv(len(_STATUS), socket.MSG_PEEK) == _STATUS
         except TimeoutError:
             return False
 
-    def _say_status(self, connection: socket.socket, after: str = "") -> None:
-        if self.status is None or not self._tells_status(connection):
-            raise Garbage("a question for the status from elsewhere")
-        connection.settimeout(TALK_S)
+    def _send_status(self, connection: socket.socket, after: str = "") -> None:
+        if self.status is None or not self._may_send_status(connection):
+            raise MalformedMessage("a question for the status from elsewhere")
+        connection.settimeout(RPC_TIMEOUT_S)
         connection.recv(64)  # a connection that is closed with bytes unread loses those that it has sent
         connection.sendall((after + self.status()).encode())
 
 
-def _from_here(connection: socket.socket) -> bool:
+def _is_local(connection: socket.socket) -> bool:
     """Whether the other end of a connection is on this machine."""
     there, here = (str(name[0]).partition("%")[0] for name in (connection.getpeername(), connection.getsockname()))
     return there == here or ipaddress.ip_address(there).is_loopback
@@ -300,7 +310,7 @@ def _listen(host: str, port: int) -> socket.socket:
             # A process that is started again takes the port at once.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(wanted)
-            listening.listen(_MOST_TALKS)
+            listening.listen(_MOST_CONNECTIONS)
         except OSError:
             listening.close()
             if wanted[1] == 0:
@@ -317,7 +327,7 @@ def _stop(listening: socket.socket, owner: int) -> None:
     listening.close()
 
 
-def _accept(found: "weakref.ref[Listener]", listening: socket.socket) -> None:
+def _accept(found: "weakref.ref[RpcServer]", listening: socket.socket) -> None:
     while True:
         try:
             connection, _ = listening.accept()

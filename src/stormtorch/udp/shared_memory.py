@@ -37,7 +37,7 @@ _WARN_S, _RARE_NAP_S = 60.0, 30.0
 _MOST_BYTES = 1024
 
 
-class Shares(Protocol):
+class SharedMemoryTransport(Protocol):
     """A transport that shares memory: see `stormtorch.udp.udp`."""
 
     rank: int
@@ -48,13 +48,13 @@ class Shares(Protocol):
     closed: bool
 
 
-class Sharing:
+class SharedMemorySetup:
     """Shares memory with the other ranks of this machine, in a thread of its own, until it is closed."""
 
-    def __init__(self, transport: Shares) -> None:
+    def __init__(self, transport: SharedMemoryTransport) -> None:
         self._transport = weakref.ref(transport)
         self._rank = transport.rank
-        self._wanted: dict[int, _Wanted] = {}
+        self._wanted: dict[int, _PendingPeer] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -63,27 +63,27 @@ class Sharing:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         for peer, card in transport.cards.items():
-            self.seek(peer, card)
+            self.request_peer(peer, card)
         self._thread = threading.Thread(target=self._run, name="sharing", daemon=True)
         _all.add(self)
         try:
             self._thread.start()
         except RuntimeError:
-            self.forget()
+            self.close_sockets()
             raise
 
-    def seek(self, peer: int, card: Card) -> None:
+    def request_peer(self, peer: int, card: Card) -> None:
         """Shares memory with the process of a card, if it is on this machine. Returns at once."""
         if card.machine and card.machine == machine_id() and peer > self._rank:
             with self._lock:
-                self._wanted[peer] = _Wanted(card)
+                self._wanted[peer] = _PendingPeer(card)
             self._wake()
 
-    def serve(self, transport: Shares) -> None:
+    def set_transport(self, transport: SharedMemoryTransport) -> None:
         """Shares the memory of another transport of the same rank from now on."""
         self._transport = weakref.ref(transport)
 
-    def forget(self) -> None:
+    def close_sockets(self) -> None:
         """Closes the sockets and tells nobody: for a process without this thread."""
         for each in (self._listener, self._wake_in, self._wake_out):
             each.close()
@@ -121,7 +121,7 @@ class Sharing:
 
     # --- the lower rank asks ----------------------------------------------------------------------------------------
 
-    def _connect_all(self, transport: Shares) -> None:
+    def _connect_all(self, transport: SharedMemoryTransport) -> None:
         now = time.monotonic()
         with self._lock:
             due = {peer: each for peer, each in self._wanted.items() if each.at <= now}
@@ -147,63 +147,65 @@ class Sharing:
                 if wanted.done and self._wanted.get(peer) is wanted:
                     del self._wanted[peer]
 
-    def _connect(self, transport: Shares, peer: int, card: Card) -> None:
+    def _connect(self, transport: SharedMemoryTransport, peer: int, card: Card) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_ANSWER_S)
             connection.connect(_name(card))
             if _user(connection) != os.getuid():
                 raise ValueError("a process of another user answers in its name")
             own = transport.cards[self._rank]
-            hello = {"rank": self._rank, "nonce": own.nonce, "to": card.nonce}
+            handshake = {"rank": self._rank, "nonce": own.nonce, "to": card.nonce}
             given, wanted = _proofs(transport, peer, card)
-            hello["proof"] = given
+            handshake["proof"] = given
             _send(
-                connection, json.dumps(hello).encode(), transport.endpoint.offer_passage(peer, _neighbours(transport))
+                connection,
+                json.dumps(handshake).encode(),
+                transport.endpoint.offer_shared_memory(peer, _neighbours(transport)),
             )
             answer, descriptors = _receive(connection)
             if not hmac.compare_digest(answer, b"yes " + wanted.encode()):
                 _close(descriptors)
                 raise ValueError(answer.decode(errors="replace") or "it closed the connection")
-            _take(transport, peer, descriptors)
-            transport.endpoint.use_passage(peer, card.incarnation)
+            _accept_descriptors(transport, peer, descriptors)
+            transport.endpoint.use_shared_memory(peer, card.incarnation)
             connection.send(b"use")
 
     # --- the higher rank answers ------------------------------------------------------------------------------------
 
-    def _serve(self, transport: Shares) -> None:
+    def _serve(self, transport: SharedMemoryTransport) -> None:
         with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError, MemoryError):
             connection, _ = self._listener.accept()
             with connection:
                 connection.settimeout(_ANSWER_S)
                 if _user(connection) != os.getuid():
                     return
-                hello, descriptors = _receive(connection)
+                handshake, descriptors = _receive(connection)
                 try:
-                    peer, incarnation = self._find(transport, json.loads(hello))
+                    peer, incarnation = self._find(transport, json.loads(handshake))
                 except BaseException:
                     _close(descriptors)
                     connection.send(b"this process does not know the other as a rank of its job, or not yet")
                     raise
-                _take(transport, peer, descriptors)
+                _accept_descriptors(transport, peer, descriptors)
                 given, _ = _proofs(transport, peer, transport.cards[peer])
                 answer = b"yes " + given.encode()
-                _send(connection, answer, transport.endpoint.offer_passage(peer, _neighbours(transport)))
+                _send(connection, answer, transport.endpoint.offer_shared_memory(peer, _neighbours(transport)))
                 if connection.recv(16) == b"use":
-                    transport.endpoint.use_passage(peer, incarnation)
+                    transport.endpoint.use_shared_memory(peer, incarnation)
 
-    def _find(self, transport: Shares, hello: dict[str, Any]) -> tuple[int, int]:
-        peer = int(hello["rank"])
+    def _find(self, transport: SharedMemoryTransport, handshake: dict[str, Any]) -> tuple[int, int]:
+        peer = int(handshake["rank"])
         card = transport.cards[peer]
         own = transport.cards[self._rank]
-        if hello["nonce"] != card.nonce or hello["to"] != own.nonce or peer >= self._rank:
+        if handshake["nonce"] != card.nonce or handshake["to"] != own.nonce or peer >= self._rank:
             raise ValueError("this is another process")
         _, wanted = _proofs(transport, peer, card)
-        if not hmac.compare_digest(str(hello["proof"]).encode(), wanted.encode()):
+        if not hmac.compare_digest(str(handshake["proof"]).encode(), wanted.encode()):
             raise ValueError("it does not have the job's key")
         return peer, card.incarnation
 
 
-class _Wanted:
+class _PendingPeer:
     """A process with which memory is to be shared, and when to try."""
 
     def __init__(self, card: Card) -> None:
@@ -221,7 +223,7 @@ class _Wanted:
         self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S if self.at < self.warn_at else _RARE_NAP_S)
 
 
-def _neighbours(transport: Shares) -> int:
+def _neighbours(transport: SharedMemoryTransport) -> int:
     """Number of other ranks on this machine, as far as is known now."""
     machine = machine_id()
     return sum(card.machine == machine for card in transport.cards.values()) - 1
@@ -232,7 +234,7 @@ def _name(card: Card) -> str:
     return f"\0stormtorch-{card.nonce}"
 
 
-def _proofs(transport: Shares, peer: int, card: Card) -> tuple[str, str]:
+def _proofs(transport: SharedMemoryTransport, peer: int, card: Card) -> tuple[str, str]:
     """What this process tells a peer, and what it must hear, to show that both have the job's key.
 
     Without a key, anybody who knows the cards can tell it.
@@ -249,9 +251,9 @@ def _user(connection: socket.socket) -> int:
     return int(user)
 
 
-def _take(transport: Shares, peer: int, descriptors: list[int]) -> None:
+def _accept_descriptors(transport: SharedMemoryTransport, peer: int, descriptors: list[int]) -> None:
     # Of each lane its ring, its bell and its shelf. The engine owns them from now on, even if it fails.
-    transport.endpoint.take_passage(peer, descriptors)
+    transport.endpoint.accept_shared_memory(peer, descriptors)
 
 
 def _send(connection: socket.socket, message: bytes, descriptors: list[int]) -> None:
@@ -262,8 +264,8 @@ def _send(connection: socket.socket, message: bytes, descriptors: list[int]) -> 
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    room = socket.CMSG_LEN(3 * (MOST_LANES + 1) * array.array("i").itemsize)
-    message, ancillary, flags, _ = connection.recvmsg(_MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    ancillary_bytes = socket.CMSG_LEN(3 * (MOST_LANES + 1) * array.array("i").itemsize)
+    message, ancillary, flags, _ = connection.recvmsg(_MOST_BYTES, ancillary_bytes, socket.MSG_CMSG_CLOEXEC)
     found = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -279,12 +281,12 @@ def _close(descriptors: list[int]) -> None:
         os.close(each)
 
 
-_all: weakref.WeakSet[Sharing] = weakref.WeakSet()
+_all: weakref.WeakSet[SharedMemorySetup] = weakref.WeakSet()
 
 
 def _in_child() -> None:
     for each in list(_all):
-        each.forget()
+        each.close_sockets()
     _all.clear()
 
 

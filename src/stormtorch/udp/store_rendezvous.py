@@ -12,12 +12,12 @@ from stormtorch.errors import PeerFailed, RanksMissing
 _log = logging.getLogger("stormtorch")
 _WARN_AFTER_S = 10.0
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-3, 0.05
-_MOST_NOTE = 2000
+_MOST_FAILURE_BYTES = 2000
 _LOOK_EVERY_S = 0.5
 """Time between two looks at each rank alone, to name the missing ones and to find notes of those that cannot join."""
 
 
-class Attendance:
+class StoreRendezvous:
     """One rank's view of which ranks have come.
 
     Args:
@@ -46,18 +46,18 @@ class Attendance:
         self._timeout_s = min(timeout_s, limit.total_seconds())
         self._warned = False
 
-    def wait(self, places: Mapping[int, str]) -> None:
+    def wait(self, keys: Mapping[int, str]) -> None:
         """Blocks until each rank has put something in its place.
 
         Args:
-            places: Key in the store of each rank to wait for.
+            keys: Key in the store of each rank to wait for.
 
         Raises:
             RanksMissing: Some ranks have not come within the timeout; the error names all of them.
             PeerFailed: One of them has left a note that it cannot join.
         """
         nap_s = _SHORTEST_NAP_S
-        missing, look_at = dict(places), time.monotonic()
+        missing, look_at = dict(keys), time.monotonic()
         # Mostly ask for all ranks in one question: hundreds of ranks ask the same store at once.
         while not self._store.check(list(missing.values())):
             waited_s = time.monotonic() - self._began
@@ -66,7 +66,7 @@ class Attendance:
                 look_at = time.monotonic() + _LOOK_EVERY_S
                 missing = {peer: key for peer, key in missing.items() if not self._store.check([key])}
                 for peer in missing:
-                    self._look_for_a_note(peer)
+                    self._check_failure(peer)
                 if not missing:
                     return
                 if self._meanwhile is not None:
@@ -82,23 +82,23 @@ class Attendance:
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     @contextlib.contextmanager
-    def or_note(self) -> Iterator[None]:
+    def publish_failure(self) -> Iterator[None]:
         """Leaves a note for the others, who would wait for this rank, if the block fails."""
         try:
             yield
         except Exception as error:
             with contextlib.suppress(RuntimeError):  # if the store is gone, nobody waits in it
-                self._store.set(self._note(self._rank), f"{type(error).__name__}: {error}")
+                self._store.set(self._failure_key(self._rank), f"{type(error).__name__}: {error}")
             raise
 
-    def _look_for_a_note(self, peer: int) -> None:
-        if self._store.check([self._note(peer)]):
-            why = self._store.get(self._note(peer))[:_MOST_NOTE].decode(errors="replace")
+    def _check_failure(self, peer: int) -> None:
+        if self._store.check([self._failure_key(peer)]):
+            why = self._store.get(self._failure_key(peer))[:_MOST_FAILURE_BYTES].decode(errors="replace")
             error = PeerFailed(f"rank {self._rank}: connecting: rank {peer} could not join the job: {why}")
             error.culprit = peer
             raise error
 
-    def _note(self, rank: int) -> str:
+    def _failure_key(self, rank: int) -> str:
         return f"{self._prefix}/failed/{rank}"
 
     def _missing(self, missing: Mapping[int, str]) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 import stormtorch._engine as _engine
 from stormtorch.errors import Closed, ExchangeTimeout, PeerFailed, PeerLeft
 from stormtorch.exchange.channels import Channels
-from stormtorch.exchange.exchange import Arrival, Plan, conclude
+from stormtorch.exchange.exchange import ExchangeResult, Plan, conclude
 from stormtorch.exchange.options import Options
 from stormtorch.exchange.views import EndpointMembership
 from stormtorch.exchange.waiting import (
@@ -25,30 +25,30 @@ from stormtorch.exchange.waiting import (
     INTERRUPT_SLICE_S,
     SLICE_S,
     UNCLEAR_S,
+    CollectiveServers,
+    CurrentWait,
     Interruption,
-    Patience,
-    Servers,
-    Wait,
-    aside,
-    attends,
+    LongWait,
+    in_background,
+    serves_collectives,
 )
 from stormtorch.reliability import Priority
-from stormtorch.udp.address_book import Whereabouts
+from stormtorch.udp.address_book import AddressBook
 from stormtorch.udp.addresses import from_here
 from stormtorch.udp.cards import Card, unpack
 from stormtorch.udp.leaving import why_left
 from stormtorch.udp.roaming import Roaming
-from stormtorch.udp.rpc import Listener
-from stormtorch.udp.shared_memory import Sharing
-from stormtorch.udp.view_installer import keep_views
+from stormtorch.udp.rpc import RpcServer
+from stormtorch.udp.shared_memory import SharedMemorySetup
+from stormtorch.udp.view_installer import install_views
 
 _log = logging.getLogger("stormtorch")
 
 
-class Receives(Protocol):
+class RequestHandler(Protocol):
     """Answers to newcomers, on behalf of a transport: see `stormtorch.joining.admission`."""
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any] | bytes:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any] | bytes:
         """Answers a question of a newcomer."""
         ...
 
@@ -56,15 +56,15 @@ class Receives(Protocol):
         """Says in a few lines where this rank stands."""
         ...
 
-    def speak_for(self, transport: "UdpTransport") -> None:
+    def set_transport(self, transport: "UdpTransport") -> None:
         """Answers on behalf of another transport of the same rank from now on."""
         ...
 
 
-class Teller(Protocol):
+class StatusReporter(Protocol):
     """Tells of a training to whoever asks at the reception: see `stormtorch.runtime.recording.recorder`."""
 
-    def tell(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
+    def report(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
         """Returns what goes into an answer, with the number to ask for next, and records from a number on as JSON."""
         ...
 
@@ -101,10 +101,10 @@ class UdpExchange:
         self._id = exchange_id
         self._outcome: _engine.Outcome | None = None
 
-    def wait(self, timeout_s: float | None = None) -> Arrival:
+    def wait(self, timeout_s: float | None = None) -> ExchangeResult:
         """Blocks until the exchange has ended; its tensors then belong to the caller again."""
         transport = self._transport
-        if self._outcome is None and self._past:
+        if self._outcome is None and self._superseded:
             raise Closed(f"rank {transport.rank}: {self.plan.what}: ended when this rank was cut off and came back")
         if self._outcome is None:
             self._outcome = transport.wait(self._id, self.plan, timeout_s)
@@ -121,20 +121,20 @@ class UdpExchange:
     def done(self) -> bool:
         """Whether the exchange, or its transport, has ended."""
         transport = self._transport
-        over = self._outcome is not None or transport.closed or transport.inherited or self._past
+        over = self._outcome is not None or transport.closed or transport.inherited or self._superseded
         return over or transport.endpoint.ended(self._id)
 
     def __del__(self) -> None:
-        if self._outcome is None and not self._past:
+        if self._outcome is None and not self._superseded:
             self._transport.orphan(self._id)
 
     def cancel(self) -> None:
         """Gives the exchange up; wait() then raises `Closed`."""
-        if not self._past and not self._transport.inherited:
+        if not self._superseded and not self._transport.inherited:
             self._endpoint.cancel(self._id)
 
     @property
-    def _past(self) -> bool:
+    def _superseded(self) -> bool:
         """Whether the transport has got another endpoint, for which the same number means another exchange."""
         return self._endpoint is not self._transport.endpoint
 
@@ -169,7 +169,7 @@ class UdpTransport(EndpointMembership):
         self.silence_s = silence_s
         self.timeout_s = timeout_s
         self.channels = Channels()
-        self.servers = Servers()
+        self.collective_servers = CollectiveServers()
         self.closed = False
         # Returning peers publish their cards there. The store still belongs to whoever made it.
         self.store = store
@@ -185,17 +185,17 @@ class UdpTransport(EndpointMembership):
         """Called, before this transport is closed, with the reason: "done", "left", or the text of an error."""
         self.why = ""
         """Reason for which this transport is about to be closed; empty if none is known."""
-        self.teller: Teller | None = None
+        self.reporter: StatusReporter | None = None
         """Tells of the training on this transport; None as long as nothing is prepared."""
-        self.whereabouts: Whereabouts | None = None
+        self.address_book: AddressBook | None = None
         """Where routers translate addresses: where other ranks see the peers."""
         self.roaming: Roaming | None = None
         """Follows the addresses of this host; None on loopback."""
-        self.waits: Wait | None = None
+        self.waits: CurrentWait | None = None
         """The call in which this rank has waited for some time."""
-        self._listener: Listener | None = None
-        self._reception: Receives | None = None
-        self._sharing: Sharing | None = None
+        self._listener: RpcServer | None = None
+        self._reception: RequestHandler | None = None
+        self._shared_memory: SharedMemorySetup | None = None
         self._lock = threading.RLock()
         self.keys_of = keys_of
         self._linger_s = linger_s
@@ -267,54 +267,58 @@ class UdpTransport(EndpointMembership):
             except RuntimeError as error:
                 raise Closed(f"rank {self.rank}: {plan.what}: {error}") from error
 
-        if not attends() and plan.interrupted is None:
+        if not serves_collectives() and plan.interrupted is None:
             return wait(timeout_s)
         give_up_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         outcome = wait(max(min(FIRST_SLICE_S, give_up_at - time.monotonic()), 0.0))
         if outcome is not None or time.monotonic() >= give_up_at:
             return outcome
         slice_s = SLICE_S if plan.interrupted is None else INTERRUPT_SLICE_S
-        patience = Patience(self, {each.peer for each in plan.sends} | {each.peer for each in plan.receives})
+        long_wait = LongWait(self, {each.peer for each in plan.sends} | {each.peer for each in plan.receives})
         interruption = Interruption()
         try:
             while outcome is None and time.monotonic() < give_up_at:
-                if plan.interrupted is not None and plan.interrupted() and self._gives_up(exchange_id, interruption):
+                if (
+                    plan.interrupted is not None
+                    and plan.interrupted()
+                    and self._should_abort(exchange_id, interruption)
+                ):
                     plan.stopped = True
                     self.endpoint.cancel(exchange_id)
                     return wait(None)
-                patience.look()
+                long_wait.look()
                 outcome = wait(max(min(slice_s, give_up_at - time.monotonic()), 0.0))
         finally:
-            patience.end()
+            long_wait.end()
         return outcome
 
-    def _gives_up(self, exchange_id: int, interruption: Interruption) -> bool:
+    def _should_abort(self, exchange_id: int, interruption: Interruption) -> bool:
         peers = [peer for peer in tuple(self.cards) if peer != self.rank]
         longest_trip_s = max((round_trip_s for round_trip_s, *_ in self.endpoint.links(peers)), default=0.0)
-        prospect = self.endpoint.prospect(exchange_id)
-        return interruption.gives_up(prospect, time.monotonic(), UNCLEAR_S + 4.0 * longest_trip_s)
+        can_complete = self.endpoint.can_complete(exchange_id)
+        return interruption.should_abort(can_complete, time.monotonic(), UNCLEAR_S + 4.0 * longest_trip_s)
 
-    def aside(self, task: Callable[[], None]) -> Callable[[], None]:
+    def in_background(self, task: Callable[[], None]) -> Callable[[], None]:
         """Returns a task, to be called once on another thread, that may wait for exchanges while the rank goes on."""
 
         def body() -> None:
-            with aside():
+            with in_background():
                 task()
 
         return body
 
-    def rest(self, future: Future[Any], peers: Collection[int] = ()) -> None:
+    def wait_future(self, future: Future[Any], peers: Collection[int] = ()) -> None:
         """Blocks until a future is settled, as a wait for an exchange does: meanwhile the rank serves others."""
-        wait_for([future], FIRST_SLICE_S if attends() else None)
+        wait_for([future], FIRST_SLICE_S if serves_collectives() else None)
         if future.done():
             return
-        patience = Patience(self, peers)
+        long_wait = LongWait(self, peers)
         try:
             while not future.done():
-                patience.look()
+                long_wait.look()
                 wait_for([future], SLICE_S)
         finally:
-            patience.end()
+            long_wait.end()
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
         """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""
@@ -368,8 +372,8 @@ class UdpTransport(EndpointMembership):
             except RuntimeError as error:
                 raise Closed(f"rank {self.rank}: readmitting rank {peer}: {error}") from error
             self.cards[peer] = card
-            if self._sharing is not None:
-                self._sharing.seek(peer, card)
+            if self._shared_memory is not None:
+                self._shared_memory.request_peer(peer, card)
 
     @property
     def lanes(self) -> int:
@@ -394,7 +398,7 @@ class UdpTransport(EndpointMembership):
     def share_memory(self) -> None:
         """Passes data to and from ranks of this machine through shared memory, as soon as they agree."""
         try:
-            self._sharing = Sharing(self)
+            self._shared_memory = SharedMemorySetup(self)
         except (OSError, RuntimeError) as error:
             _log.warning("rank %d: cannot share memory with ranks of this machine: %s", self.rank, error)
 
@@ -403,7 +407,7 @@ class UdpTransport(EndpointMembership):
         self.check_owner("near")
         return self.endpoint.near()
 
-    def succeed(self, other: "UdpTransport") -> None:
+    def replace_endpoint(self, other: "UdpTransport") -> None:
         """Takes over the endpoint of another transport of the same rank, made by `rendezvous.rejoin`.
 
         All holders of this transport then use the new endpoint. Close this transport first: otherwise two endpoints
@@ -413,17 +417,17 @@ class UdpTransport(EndpointMembership):
         self.endpoint, self.closed = other.endpoint, False
         self.cards, self.keys_of = other.cards, other.keys_of
         self._plans, self._orphans = other._plans, []
-        keep_views(self)
-        if other.whereabouts is not None:
-            other.whereabouts.stop()
-            self.whereabouts = Whereabouts(self)
-            self.whereabouts.watch()
-        self._sharing, other._sharing = other._sharing, None
-        if self._sharing is not None:
-            self._sharing.serve(self)
+        install_views(self)
+        if other.address_book is not None:
+            other.address_book.stop()
+            self.address_book = AddressBook(self)
+            self.address_book.watch()
+        self._shared_memory, other._shared_memory = other._shared_memory, None
+        if self._shared_memory is not None:
+            self._shared_memory.set_transport(self)
         if other._listener is not None and other._reception is not None:
-            other._reception.speak_for(self)
-            self.receive_by(other._listener, other._reception)
+            other._reception.set_transport(self)
+            self.serve_requests(other._listener, other._reception)
             other._listener = None
 
     enter: Callable[[], None] = staticmethod(lambda: None)
@@ -445,7 +449,7 @@ class UdpTransport(EndpointMembership):
                 if card.incarnation == incarnation and self.fits(card):
                     self.readmit(rank, card)
 
-    def receive_by(self, listener: Listener, reception: Receives) -> None:
+    def serve_requests(self, listener: RpcServer, reception: RequestHandler) -> None:
         """Has newcomers answered at a port, until this transport is closed."""
         self._listener, self._reception = listener, reception
         listener.answer, listener.status = reception.answer, reception.status
@@ -476,12 +480,12 @@ class UdpTransport(EndpointMembership):
         self.check_owner("links")
         return self.endpoint.links(list(peers))
 
-    def take_line_peaks(self) -> tuple[float, float, float]:
+    def take_bottleneck_peaks(self) -> tuple[float, float, float]:
         """Most bytes per second that the line carried since the last call: out, in, and both at once."""
-        self.check_owner("take_line_peaks")
-        return self.endpoint.take_line_peaks()
+        self.check_owner("take_bottleneck_peaks")
+        return self.endpoint.take_bottleneck_peaks()
 
-    def part(self) -> None:
+    def drain(self) -> None:
         """Waits, before `close`, until no other rank needs what this one owns of a prepared model."""
         if self.closed or self.inherited:
             return
@@ -489,7 +493,7 @@ class UdpTransport(EndpointMembership):
             for hand_over in list(self.on_leave):
                 hand_over()
             return
-        self.servers.part()
+        self.collective_servers.drain()
 
     def close(self, linger_s: float | None = None) -> None:
         """Says goodbye to the peers, waits until they have heard it, and frees thread and socket.
@@ -503,34 +507,34 @@ class UdpTransport(EndpointMembership):
             self.closed = True
             return
         if not self.closed:
-            self._tell_of_end()
-        if self.whereabouts is not None:
-            self.whereabouts.stop()
+            self._notify_close()
+        if self.address_book is not None:
+            self.address_book.stop()
         if self._listener is not None:
             self._listener.close()
-        if self._sharing is not None:
-            self._sharing.close()
+        if self._shared_memory is not None:
+            self._shared_memory.close()
         try:
             self.endpoint.close(self._linger_s if linger_s is None else linger_s)
         finally:
             self.closed = True
         self._plans.clear()
 
-    def _tell_of_end(self) -> None:
+    def _notify_close(self) -> None:
         # A program that closes its transport in a `finally` may be on its way out with an error.
         error = sys.exc_info()[1]
         failed = error is not None and not isinstance(error, SystemExit)
         why = self.why or ("left" if self.leaving else f"{type(error).__name__}: {error}" if failed else "done")
-        for tell in self.on_close:
+        for report in self.on_close:
             with contextlib.suppress(Exception):  # nothing may keep a transport from being closed
-                tell(why)
+                report(why)
 
     def __enter__(self) -> "UdpTransport":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is None:
-            self.part()
+            self.drain()
         elif not issubclass(kind, SystemExit):
             self.why = f"{kind.__name__}: {error}"
         self.close()

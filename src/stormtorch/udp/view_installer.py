@@ -10,18 +10,18 @@ from typing import Any
 # Longest time until a keeper notices that the program ends, or that nobody has its transport any more.
 _SLICE_S = 0.2
 
-_keepers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_installers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _ending = threading.Event()
 
 
-def keep_views(transport: Any) -> None:
+def install_views(transport: Any) -> None:
     """Installs each view of a transport over UDP as soon as it comes, until the transport is closed or gone."""
-    keeper = threading.Thread(target=_keep, args=(weakref.ref(transport),), name="keeper", daemon=True)
-    _keepers.add(keeper)
-    keeper.start()
+    installer = threading.Thread(target=_run, args=(weakref.ref(transport),), name="keeper", daemon=True)
+    _installers.add(installer)
+    installer.start()
 
 
-def _keep(found: weakref.ref[Any]) -> None:
+def _run(found: weakref.ref[Any]) -> None:
     number = 0
     while not _ending.is_set() and (transport := found()) is not None and not transport.closed:
         endpoint = transport.endpoint
@@ -44,5 +44,5 @@ def _keep(found: weakref.ref[Any]) -> None:
 def _end() -> None:
     """Ends all keepers: a thread inside the engine must not meet an interpreter that is being taken down."""
     _ending.set()
-    for keeper in list(_keepers):
-        keeper.join(5 * _SLICE_S)
+    for installer in list(_installers):
+        installer.join(5 * _SLICE_S)

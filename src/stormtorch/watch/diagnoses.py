@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from stormtorch.watch.job import named
-from stormtorch.watch.job_snapshot import Moment
+from stormtorch.watch.job_snapshot import JobSnapshot
 
 
 class Level(StrEnum):
@@ -18,7 +18,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class JobDiagnosis:
     """One thing that is wrong, or that all is well."""
 
     level: Level
@@ -39,9 +39,9 @@ class Finding:
         return words if words.endswith("\N{HORIZONTAL ELLIPSIS}") else f"{words}."
 
 
-def where(moment: Moment, ranks: tuple[int, ...]) -> str:
+def where(job_snapshot: JobSnapshot, ranks: tuple[int, ...]) -> str:
     """Names ranks by their host where they are all the ranks of it, and by their numbers otherwise."""
-    everyone = moment.everyone
+    everyone = job_snapshot.everyone
     hosts = {everyone[rank].host for rank in ranks if rank in everyone}
     if len(hosts) == 1 and (host := next(iter(hosts))):
         whole = tuple(rank for rank, process in everyone.items() if process.host == host)

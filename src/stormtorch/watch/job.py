@@ -15,7 +15,7 @@ _MOST_NOTES = 500
 
 
 @dataclass(slots=True)
-class Note:
+class TimelineEvent:
     """Entry of the timeline. What several ranks tell with the same words is one entry."""
 
     time: float
@@ -27,7 +27,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ViewChange:
     """Agreement on who is there."""
 
     number: int
@@ -37,7 +37,7 @@ class View:
     step: int | None
     members: tuple[int, ...]
     left: tuple[int, ...]
-    came: tuple[int, ...]
+    joined: tuple[int, ...]
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Job:
 
     processes: dict[str, Process] = field(default_factory=dict)
     series: Series = field(default_factory=Series)
-    views: "OrderedDict[int, View]" = field(default_factory=OrderedDict)
-    notes: "OrderedDict[tuple[Any, ...], Note]" = field(default_factory=OrderedDict)
+    views: "OrderedDict[int, ViewChange]" = field(default_factory=OrderedDict)
+    timeline: "OrderedDict[tuple[Any, ...], TimelineEvent]" = field(default_factory=OrderedDict)
     arrived: float = 0.0
     """Time at which the last record of anybody came, by the clock of whoever watches."""
     records: int = 0
@@ -79,16 +79,16 @@ class Job:
         if kind != "end" and process.why is not None and time > process.ended:
             process.begin_again()
         if kind == "rank":
-            process.introduce(record)
+            process.apply_rank_record(record)
             if process.incarnation:
                 where = f" on {process.host}" if process.host else ""
-                self._note(
+                self._add_event(
                     time, "start", count(record, "step"), f"Came in{where}, incarnation {process.incarnation}", process
                 )
         elif kind == "steps":
-            self._stepped(process, time, record)
+            self._on_steps(process, time, record)
         elif kind == "links":
-            process.measured(time, record)
+            process.apply_links_record(time, record)
             losses = [link.loss for link in process.links.values() if link.loss is not None]
             trips = [link.rtt_s for link in process.links.values() if link.rtt_s is not None]
             values = {
@@ -99,13 +99,13 @@ class Job:
             }
             self.series.add(time, values)
         elif kind == "view":
-            self._viewed(process, time, arrived, record)
+            self._on_view(process, time, arrived, record)
         elif kind == "event":
-            self._note(time, "event", count(record, "step"), text(record, "text"), process)
+            self._add_event(time, "event", count(record, "step"), text(record, "text"), process)
         elif kind == "end":
             process.why, process.ended = text(record, "why") or "done", time
             ended = {"done": "Done", "left": "Handed over and left"}.get(process.why, f"Failed: {process.why}")
-            self._note(time, "end", count(record, "step"), ended, process)
+            self._add_event(time, "end", count(record, "step"), ended, process)
 
     def _leave_out(self, origin: str, record: dict[str, Any], arrived: float | None) -> None:
         """Says once of a process that its records have times that cannot be: they would stretch every time axis."""
@@ -114,19 +114,19 @@ class Job:
         if process is None or process.rank is None or number(record, "time") is None or not when:
             return
         words = f"Rank {process.rank} has a clock that cannot be right: such records are left out"
-        self._keep(("clock", process.rank), Note(when, "event", None, words, {process.rank}))
+        self._keep(("clock", process.rank), TimelineEvent(when, "event", None, words, {process.rank}))
 
-    def _stepped(self, process: Process, time: float, record: dict[str, Any]) -> None:
-        spell = process.stepped(time, record)
-        if not spell.steps:
+    def _on_steps(self, process: Process, time: float, record: dict[str, Any]) -> None:
+        totals = process.apply_steps_record(time, record)
+        if not totals.steps:
             return
         latest = process.latest
         values = {
-            "step": spell.seconds / spell.steps,
-            "wait": spell.wait_s / spell.steps,
-            "compute": spell.compute_s / spell.steps,
-            "lost": spell.lost,
-            "sent": spell.bytes_sent / spell.seconds if spell.seconds else None,
+            "step": totals.seconds / totals.steps,
+            "wait": totals.wait_s / totals.steps,
+            "compute": totals.compute_s / totals.steps,
+            "lost": totals.lost,
+            "sent": totals.bytes_sent / totals.seconds if totals.seconds else None,
             "drift": latest.get("pair_drift"),
             "bound": latest.get("pair_bound"),
             "batch": latest.get("effective_batch"),
@@ -134,32 +134,32 @@ class Job:
         }
         self.series.add(time, values)
 
-    def _viewed(self, process: Process, time: float, arrived: float, record: dict[str, Any]) -> None:
+    def _on_view(self, process: Process, time: float, arrived: float, record: dict[str, Any]) -> None:
         number = count(record, "number")
         if number is None:
             return
-        members, left, came = (tuple(ranks(record, each)) for each in ("members", "left", "came"))
+        members, left, joined = (tuple(ranks(record, each)) for each in ("members", "left", "came"))
         if number not in self.views:
-            self.views[number] = View(number, time, arrived, count(record, "step"), members, left, came)
+            self.views[number] = ViewChange(number, time, arrived, count(record, "step"), members, left, joined)
             while len(self.views) > _MOST_NOTES:
                 self.views.popitem(last=False)
-        told = [f"without {named(left)}"] * bool(left) + [f"with {named(came)}"] * bool(came)
+        told = [f"without {named(left)}"] * bool(left) + [f"with {named(joined)}"] * bool(joined)
         words = f"View {number}: {', '.join([named(members), *told])}"
         # All members tell of a view, each at its step; whoever is new in it does not know who came or left.
-        note = self._keep(("view", number), Note(time, "view", count(record, "step"), words, set()))
+        event = self._keep(("view", number), TimelineEvent(time, "view", count(record, "step"), words, set()))
         if told:
-            note.text = words
+            event.text = words
 
-    def _note(self, time: float, kind: str, step: int | None, words: str, process: Process) -> None:
-        note = self._keep((kind, step, words), Note(time, kind, step, clean(words), set()))
+    def _add_event(self, time: float, kind: str, step: int | None, words: str, process: Process) -> None:
+        event = self._keep((kind, step, words), TimelineEvent(time, kind, step, clean(words), set()))
         if process.rank is not None:
-            note.ranks.add(process.rank)
+            event.ranks.add(process.rank)
 
-    def _keep(self, key: tuple[Any, ...], new: Note) -> Note:
-        note = self.notes.setdefault(key, new)
-        while len(self.notes) > _MOST_NOTES:
-            self.notes.popitem(last=False)
-        return note
+    def _keep(self, key: tuple[Any, ...], new: TimelineEvent) -> TimelineEvent:
+        event = self.timeline.setdefault(key, new)
+        while len(self.timeline) > _MOST_NOTES:
+            self.timeline.popitem(last=False)
+        return event
 
     # --- who is there ---------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Job:
         return dict(sorted(found.items()))
 
     @property
-    def view(self) -> View | None:
+    def view(self) -> ViewChange | None:
         """The latest view that anybody told of."""
         return self.views[max(self.views)] if self.views else None
 

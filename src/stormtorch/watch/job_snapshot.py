@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from stormtorch.watch.job import Job
-from stormtorch.watch.process import Process, Spell
+from stormtorch.watch.process import Process, StepTotals
 
 RECENT_S = 30.0
 """Seconds that count as now: long enough to be smooth, short enough to follow a network that changes."""
@@ -41,7 +41,7 @@ class LinkState(NamedTuple):
     rate: float | None
 
 
-class Split(NamedTuple):
+class StepBreakdown(NamedTuple):
     """Where the seconds of one mean step of a rank go."""
 
     compute_s: float
@@ -58,7 +58,7 @@ class Split(NamedTuple):
         return sum(self)
 
 
-class Moment:
+class JobSnapshot:
     """A job at one time. Everything is worked out once, when it is first asked for.
 
     Args:
@@ -98,31 +98,31 @@ class Moment:
         return found or self.everyone
 
     @cached_property
-    def spells(self) -> dict[int, Spell]:
+    def step_totals(self) -> dict[int, StepTotals]:
         """What counts for each rank: the last half minute while the job runs, the whole run when it is over."""
         now = self.state is State.RUNNING
-        spells = {rank: process.now(RECENT_S) if now else process.whole for rank, process in self.live.items()}
-        return {rank: spell for rank, spell in spells.items() if spell.steps}
+        step_totals = {rank: process.now(RECENT_S) if now else process.whole for rank, process in self.live.items()}
+        return {rank: totals for rank, totals in step_totals.items() if totals.steps}
 
     @cached_property
-    def splits(self) -> dict[int, Split]:
+    def breakdowns(self) -> dict[int, StepBreakdown]:
         """Splits the mean step of every rank. Waiting goes back to the rank that computes longest as far as that one
         computes longer than the rank itself; the rest of the waiting is the network's.
         """
-        longest = max((spell.compute_s / spell.steps for spell in self.spells.values()), default=0.0)
+        longest = max((totals.compute_s / totals.steps for totals in self.step_totals.values()), default=0.0)
         found = {}
-        for rank, spell in self.spells.items():
-            compute, wait = spell.compute_s / spell.steps, spell.wait_s / spell.steps
+        for rank, totals in self.step_totals.items():
+            compute, wait = totals.compute_s / totals.steps, totals.wait_s / totals.steps
             behind = min(wait, longest - compute)
-            found[rank] = Split(compute, behind, wait - behind, spell.view_wait_s / spell.steps)
+            found[rank] = StepBreakdown(compute, behind, wait - behind, totals.view_wait_s / totals.steps)
         return found
 
     @cached_property
     def slowest(self) -> int | None:
         """The rank that the others wait for; None where nobody waits for one."""
-        if len(self.splits) < 2 or not any(split.straggler_s > 0.0 for split in self.splits.values()):
+        if len(self.breakdowns) < 2 or not any(breakdown.straggler_s > 0.0 for breakdown in self.breakdowns.values()):
             return None
-        return max(self.splits, key=lambda rank: self.splits[rank].compute_s)
+        return max(self.breakdowns, key=lambda rank: self.breakdowns[rank].compute_s)
 
     @cached_property
     def links(self) -> list[LinkState]:
@@ -141,9 +141,9 @@ class Moment:
     def _state_of(self, process: Process) -> State:
         if process.why is not None:
             return {"done": State.DONE, "left": State.LEFT}.get(process.why, State.FAILED)
-        _, last = process.recent[-1] if process.recent else (0.0, Spell())
-        patience = max(_SILENT_S, _SILENT_STEPS * last.seconds / last.steps if last.steps else 0.0)
-        silent = self.now - process.arrived > patience
+        _, last = process.recent[-1] if process.recent else (0.0, StepTotals())
+        silence_limit_s = max(_SILENT_S, _SILENT_STEPS * last.seconds / last.steps if last.steps else 0.0)
+        silent = self.now - process.arrived > silence_limit_s
         view = self.job.view
         if view is not None and process.rank not in view.members:
             # Judged by arrivals: clocks of two ranks may differ by more than a rank takes to come back.

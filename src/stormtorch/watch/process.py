@@ -13,7 +13,7 @@ _SETTINGS = 40
 
 
 @dataclass(slots=True)
-class Spell:
+class StepTotals:
     """Sums over some steps of one process."""
 
     steps: int = 0
@@ -26,7 +26,7 @@ class Spell:
     """Fraction that arrived, times the steps."""
     guarded: int = 0
 
-    def add(self, other: "Spell") -> None:
+    def add(self, other: "StepTotals") -> None:
         """Adds the sums of other steps."""
         self.steps += other.steps
         self.seconds += other.seconds
@@ -53,16 +53,16 @@ class Spell:
         return 1.0 - self.arrived / self.steps if self.steps else 0.0
 
 
-def total(spells: Iterable[Spell]) -> Spell:
+def sum_totals(step_totals: Iterable[StepTotals]) -> StepTotals:
     """Returns the sum of spells."""
-    result = Spell()
-    for each in spells:
+    result = StepTotals()
+    for each in step_totals:
         result.add(each)
     return result
 
 
 @dataclass(slots=True)
-class Link:
+class PeerLink:
     """One link, as one of its ends measures it."""
 
     loss: float | None = None
@@ -102,13 +102,13 @@ class Process:
     """Reason of its end: "done", "left" or an error; None while it runs."""
     ended: float = 0.0
     """Time of its end."""
-    recent: deque[tuple[float, Spell]] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    whole: Spell = field(default_factory=Spell)
+    recent: deque[tuple[float, StepTotals]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    whole: StepTotals = field(default_factory=StepTotals)
     latest: dict[str, float | None] = field(default_factory=dict)
     """Latest of what a step measures: drift, its bound, lead, effective batch, loss of the training."""
     lag: dict[int, int] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
-    links: dict[int, Link] = field(default_factory=dict)
+    links: dict[int, PeerLink] = field(default_factory=dict)
     quorum: bool = True
     """Whether it hears a majority."""
     waits_s: float = 0.0
@@ -122,11 +122,11 @@ class Process:
 
     def begin_again(self) -> None:
         """Forgets an end: a program may train twice, and containers give the same process id to every start."""
-        self.why, self.ended, self.whole = None, 0.0, Spell()
+        self.why, self.ended, self.whole = None, 0.0, StepTotals()
         self.recent.clear()
         self.busy.clear()
 
-    def introduce(self, record: dict[str, Any]) -> None:
+    def apply_rank_record(self, record: dict[str, Any]) -> None:
         """Takes the record in which the process says who it is."""
         named = ranks({"rank": [record.get("rank")]}, "rank")
         self.rank = named[0] if named else None
@@ -141,12 +141,12 @@ class Process:
         self.versions = {each: text(record, each) for each in ("stormtorch", "torch", "python")}
         self.started = number(record, "started")
 
-    def stepped(self, time: float, record: dict[str, Any]) -> Spell:
+    def apply_steps_record(self, time: float, record: dict[str, Any]) -> StepTotals:
         """Takes a record of steps; returns their sums."""
         steps = count(record, "steps") or 0
         arrived = number(record, "arrived")
         view_wait_s = amount(record, "view_wait_s")
-        spell = Spell(
+        totals = StepTotals(
             steps,
             amount(record, "seconds"),
             # Where shards have owners, the wait for gradients contains the wait for views.
@@ -159,8 +159,8 @@ class Process:
         )
         self.step = count(record, "step") if "step" in record else self.step
         if steps:
-            self.recent.append((time, spell))
-            self.whole.add(spell)
+            self.recent.append((time, totals))
+            self.whole.add(totals)
         for each in (
             "lead",
             "loss",
@@ -175,12 +175,12 @@ class Process:
             self.latest["train_loss"] = train_loss
         self.lag = {age: int(number({"n": chunks}, "n") or 0) for age, chunks in by_rank(record, "lag").items()}
         self.missing = ranks(record, "missing")
-        return spell
+        return totals
 
-    def measured(self, time: float, record: dict[str, Any]) -> None:
+    def apply_links_record(self, time: float, record: dict[str, Any]) -> None:
         """Takes a record of links, counters and processor time."""
         self.links = {
-            peer: Link(
+            peer: PeerLink(
                 loss=_share(each),
                 # 0 says that nobody knows the round trip yet, and that no rate is limited.
                 rtt_s=number(each, "rtt_s") or None,
@@ -208,10 +208,10 @@ class Process:
         sums = self._link_losses.get(peer)
         return sums[0] / sums[1] if sums else None
 
-    def now(self, seconds: float) -> Spell:
+    def now(self, seconds: float) -> StepTotals:
         """Sums over about the last `seconds` before its last record, at least over the last record of steps."""
-        spells = [spell for time, spell in self.recent if time > self.told - seconds]
-        return total(spells or [spell for _, spell in list(self.recent)[-1:]])
+        step_totals = [totals for time, totals in self.recent if time > self.told - seconds]
+        return sum_totals(step_totals or [totals for _, totals in list(self.recent)[-1:]])
 
     @property
     def cores(self) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from stormtorch.telemetry.metrics import METRICS, RankMetrics
-from stormtorch.telemetry.records import Record, Who
+from stormtorch.telemetry.records import ProcessId, Record
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Type of the text, for the header of an answer over HTTP."""
@@ -15,9 +15,9 @@ class JobMetrics:
     """Metrics of all ranks of a job. Where several processes have had a rank's place, the latest one counts."""
 
     def __init__(self) -> None:
-        self._processes: dict[Who, RankMetrics] = {}
+        self._processes: dict[ProcessId, RankMetrics] = {}
 
-    def take(self, records: Mapping[Who, Iterable[Record]]) -> None:
+    def take(self, records: Mapping[ProcessId, Iterable[Record]]) -> None:
         """Adds records, each of them once, as `Folder.read` and `LiveJob.read` return them."""
         for who, those in records.items():
             metrics = self._processes.setdefault(who, RankMetrics())
@@ -43,7 +43,7 @@ class JobMetrics:
         return "".join(f"{line}\n" for line in lines)
 
 
-def exposition(records: Mapping[Who, Iterable[Record]]) -> str:
+def exposition(records: Mapping[ProcessId, Iterable[Record]]) -> str:
     """Returns the metrics of a job, given all its records."""
     metrics = JobMetrics()
     metrics.take(records)

@@ -8,7 +8,7 @@ MOST_BINS = 600
 
 
 @dataclass(slots=True)
-class Cell:
+class BinStatistics:
     """Values of one measure within one bin, over all ranks."""
 
     total: float = 0.0
@@ -22,7 +22,7 @@ class Cell:
         self.count += 1
         self.low, self.high = min(self.low, value), max(self.high, value)
 
-    def merge(self, other: "Cell") -> None:
+    def merge(self, other: "BinStatistics") -> None:
         """Takes all values of another cell."""
         self.total += other.total
         self.count += other.count
@@ -36,7 +36,7 @@ class Series:
     width_s: float = 1.0
     start: float | None = None
     """Unix time at which bin 0 begins; a multiple of the width, so that bins merge evenly."""
-    bins: dict[int, dict[str, Cell]] = field(default_factory=dict)
+    bins: dict[int, dict[str, BinStatistics]] = field(default_factory=dict)
     _last: int = 0
 
     def add(self, time: float, values: dict[str, float | None]) -> None:
@@ -54,7 +54,7 @@ class Series:
         cells = self.bins.setdefault(place, {})
         for name, value in values.items():
             if value is not None and math.isfinite(value):
-                cells.setdefault(name, Cell()).add(value)
+                cells.setdefault(name, BinStatistics()).add(value)
 
     def _begin_earlier(self, time: float) -> None:
         """Moves the start, for a rank whose first record is older than that of whoever was read first."""
@@ -65,11 +65,11 @@ class Series:
         self._last += shift
 
     def _widen(self) -> None:
-        merged: dict[int, dict[str, Cell]] = {}
+        merged: dict[int, dict[str, BinStatistics]] = {}
         for place, cells in self.bins.items():
             into = merged.setdefault(place // 2, {})
             for name, cell in cells.items():
-                into.setdefault(name, Cell()).merge(cell)
+                into.setdefault(name, BinStatistics()).merge(cell)
         self.bins, self.width_s, self._last = merged, self.width_s * 2, self._last // 2
 
     def columns(self, since: int = 0) -> dict[str, list[float | None]]:

@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-from stormtorch.watch.cost import Cost, cost_of
-from stormtorch.watch.diagnoses import Finding
+from stormtorch.watch.cost import NetworkCost, network_cost
+from stormtorch.watch.diagnoses import JobDiagnosis
 from stormtorch.watch.fields import clean
 from stormtorch.watch.job import Job, named
-from stormtorch.watch.job_snapshot import LinkState, Moment
+from stormtorch.watch.job_snapshot import JobSnapshot, LinkState
 from stormtorch.watch.process import Process
 from stormtorch.watch.verdict import judge
 
@@ -29,36 +29,36 @@ def snapshot(job: Job, now: float, source: str, *, since: int = 0, width_s: floa
         since: First bin of the time series that is wanted.
         width_s: Width of the bins that the reader has. If bins have become wider since, all are returned.
     """
-    moment = Moment(job, now)
-    findings, cost = judge(moment), cost_of(moment)
+    job_snapshot = JobSnapshot(job, now)
+    diagnoses, cost = judge(job_snapshot), network_cost(job_snapshot)
     if width_s is not None and width_s != job.series.width_s:
         since = 0
     return {
         "version": VERSION,
         "now": round(now, 3),
         "source": clean(source),
-        "state": moment.state.value,
+        "state": job_snapshot.state.value,
         "told": round(job.arrived, 3),
-        "job": _job(moment),
-        "verdict": [_finding(each) for each in findings[:6]],
+        "job": _job(job_snapshot),
+        "verdict": [_diagnosis(each) for each in diagnoses[:6]],
         "cost": _cost(cost),
-        "ranks": [_rank(moment, rank, process) for rank, process in moment.everyone.items()],
-        "slowest": moment.slowest,
-        "matrix": _matrix(moment) if len(moment.live) <= MOST_MATRIX else None,
-        "worst": [_link(each) for each in worst_links(moment)],
+        "ranks": [_rank(job_snapshot, rank, process) for rank, process in job_snapshot.everyone.items()],
+        "slowest": job_snapshot.slowest,
+        "matrix": _matrix(job_snapshot) if len(job_snapshot.live) <= MOST_MATRIX else None,
+        "worst": [_link(each) for each in worst_links(job_snapshot)],
         "views": [
             {"number": view.number, "time": view.time, "step": view.step, "members": list(view.members)}
             for view in list(job.views.values())[-_SHOWN_NOTES:]
         ],
         "notes": [
             {
-                "time": note.time,
-                "kind": note.kind,
-                "step": note.step,
-                "text": note.text,
-                "who": named(sorted(note.ranks)) if note.ranks else "",
+                "time": event.time,
+                "kind": event.kind,
+                "step": event.step,
+                "text": event.text,
+                "who": named(sorted(event.ranks)) if event.ranks else "",
             }
-            for note in sorted(job.notes.values(), key=lambda each: each.time)[-_SHOWN_NOTES:]
+            for event in sorted(job.timeline.values(), key=lambda each: each.time)[-_SHOWN_NOTES:]
         ],
         "series": {
             "width_s": job.series.width_s,
@@ -69,18 +69,18 @@ def snapshot(job: Job, now: float, source: str, *, since: int = 0, width_s: floa
     }
 
 
-def worst_links(moment: Moment, most: int = _WORST) -> list[LinkState]:
+def worst_links(job_snapshot: JobSnapshot, most: int = _WORST) -> list[LinkState]:
     """Returns the links that lose most, the longest round trip first among equals."""
-    return sorted(moment.links, key=lambda link: (-(link.loss or 0.0), -(link.rtt_s or 0.0)))[:most]
+    return sorted(job_snapshot.links, key=lambda link: (-(link.loss or 0.0), -(link.rtt_s or 0.0)))[:most]
 
 
-def _job(moment: Moment) -> dict[str, Any]:
-    first = next(iter(moment.live.values()), None)
+def _job(job_snapshot: JobSnapshot) -> dict[str, Any]:
+    first = next(iter(job_snapshot.live.values()), None)
     if first is None:
         return {}
-    view = moment.job.view
-    steps = [process.step for process in moment.everyone.values() if process.step is not None]
-    starts = [process.started for process in moment.everyone.values() if process.started is not None]
+    view = job_snapshot.job.view
+    steps = [process.step for process in job_snapshot.everyone.values() if process.step is not None]
+    starts = [process.started for process in job_snapshot.everyone.values() if process.started is not None]
     return {
         "name": first.name,
         "policy": first.policy,
@@ -88,36 +88,36 @@ def _job(moment: Moment) -> dict[str, Any]:
         "parameters": first.parameters,
         "versions": first.versions,
         "world": first.world,
-        "members": len(view.members) if view is not None else len(moment.live),
+        "members": len(view.members) if view is not None else len(job_snapshot.live),
         "view": view.number if view is not None else None,
         "step": max(steps, default=None),
         "started": min(starts, default=None),
-        "hosts": len({process.host for process in moment.everyone.values()}),
+        "hosts": len({process.host for process in job_snapshot.everyone.values()}),
     }
 
 
-def _cost(cost: Cost) -> dict[str, Any]:
+def _cost(cost: NetworkCost) -> dict[str, Any]:
     values = {name: getattr(cost, name) for name in cost.__slots__}
     return {name: _short(value) for name, value in {**values, "line_share": cost.line_share}.items()}
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _diagnosis(diagnosis: JobDiagnosis) -> dict[str, Any]:
     return {
-        "level": finding.level.value,
-        "kind": finding.kind,
-        "text": finding.text,
-        "remedy": finding.remedy,
-        "ranks": list(finding.ranks),
-        "links": [list(link) for link in finding.links[:200]],
+        "level": diagnosis.level.value,
+        "kind": diagnosis.kind,
+        "text": diagnosis.text,
+        "remedy": diagnosis.remedy,
+        "ranks": list(diagnosis.ranks),
+        "links": [list(link) for link in diagnosis.links[:200]],
     }
 
 
-def _rank(moment: Moment, rank: int, process: Process) -> dict[str, Any]:
-    split = moment.splits.get(rank)
-    spell = moment.spells.get(rank)
-    heard = [
+def _rank(job_snapshot: JobSnapshot, rank: int, process: Process) -> dict[str, Any]:
+    breakdown = job_snapshot.breakdowns.get(rank)
+    totals = job_snapshot.step_totals.get(rank)
+    silent_for = [
         link.heard_s
-        for other in moment.live.values()
+        for other in job_snapshot.live.values()
         if other is not process and (link := other.links.get(rank)) is not None and link.heard_s is not None
     ]
     return {
@@ -125,14 +125,14 @@ def _rank(moment: Moment, rank: int, process: Process) -> dict[str, Any]:
         "host": process.host,
         "pid": process.pid,
         "incarnation": process.incarnation,
-        "state": moment.states[rank].value,
+        "state": job_snapshot.states[rank].value,
         "why": process.why,
         "step": process.step,
-        "told_s": round(max(0.0, moment.now - process.arrived), 1),
-        "heard_s": _short(max(heard, default=None)),
-        "split": None if split is None else [_short(each) for each in split],
-        "lost": None if spell is None else _short(spell.lost),
-        "sent": None if spell is None or not spell.seconds else _short(spell.bytes_sent / spell.seconds),
+        "told_s": round(max(0.0, job_snapshot.now - process.arrived), 1),
+        "heard_s": _short(max(silent_for, default=None)),
+        "split": None if breakdown is None else [_short(each) for each in breakdown],
+        "lost": None if totals is None else _short(totals.lost),
+        "sent": None if totals is None or not totals.seconds else _short(totals.bytes_sent / totals.seconds),
         "cores": _short(process.cores),
         "overflow": process.counter("overflow"),
         "pool_bytes": process.counter("pool_bytes"),
@@ -142,13 +142,13 @@ def _rank(moment: Moment, rank: int, process: Process) -> dict[str, Any]:
     }
 
 
-def _matrix(moment: Moment) -> dict[str, Any]:
+def _matrix(job_snapshot: JobSnapshot) -> dict[str, Any]:
     """The n x n matrices: a row for each receiver, a column for each sender."""
-    ranks = list(moment.live)
+    ranks = list(job_snapshot.live)
     place = {rank: index for index, rank in enumerate(ranks)}
     empty: list[list[float | None]] = [[None] * len(ranks) for _ in ranks]
     loss, rtt, rate = ([list(row) for row in empty] for _ in range(3))
-    for link in moment.links:
+    for link in job_snapshot.links:
         row, column = place[link.receiver], place[link.sender]
         loss[row][column], rtt[row][column] = _short(link.loss), _short(link.rtt_s)
         rate[row][column] = _short(link.rate)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from stormtorch.joining.live import LiveJob
 from stormtorch.telemetry.record_files import Folder
-from stormtorch.telemetry.records import Record, Who
+from stormtorch.telemetry.records import ProcessId, Record
 
 _KEY_VARIABLE = "STORM_KEY"
 # Of each file at a time: a run of days has gigabytes, which would not fit into memory at once.
@@ -28,10 +28,10 @@ class Source(Protocol):
     def job(self) -> str | None:
         """The run whose records it has; another one may begin. None while it has none."""
 
-    def read(self) -> dict[Who, list[Record]]:
+    def read(self) -> dict[ProcessId, list[Record]]:
         """Returns the records that are new, by process."""
 
-    def age_s(self, who: Who) -> float | None:
+    def age_s(self, who: ProcessId) -> float | None:
         """Returns how many seconds before the last read its newest records were written; None if they came with it."""
 
     def close(self) -> None:
@@ -60,11 +60,11 @@ class FolderSource:
         """The run that began last."""
         return self._folder.job
 
-    def read(self) -> dict[Who, list[Record]]:
+    def read(self) -> dict[ProcessId, list[Record]]:
         """Returns what stands on lines that are new."""
         return self._folder.read(_MOST_BYTES)
 
-    def age_s(self, who: Who) -> float | None:
+    def age_s(self, who: ProcessId) -> float | None:
         """Returns the age of a file that is read for the first time; None once it grows while it is watched."""
         return self._folder.age_s(who)
 
@@ -84,11 +84,11 @@ class LiveSource:
         self.name, self.job, self.in_parts = where, "", False
         self._live = LiveJob(where, key=key)
 
-    def read(self) -> dict[Who, list[Record]]:
+    def read(self) -> dict[ProcessId, list[Record]]:
         """Returns what ranks have told. Raises a `StormError` or an `OSError` if nobody ever answered."""
         return self._live.read()
 
-    def age_s(self, who: Who) -> float | None:
+    def age_s(self, who: ProcessId) -> float | None:
         """Returns None: a rank that answers runs."""
         return None
 

@@ -4,9 +4,9 @@ from collections import defaultdict
 from statistics import median
 
 from stormtorch.telemetry.text import rate_text, time_text
-from stormtorch.watch.cost import cost_of
-from stormtorch.watch.diagnoses import Finding, Level, does, percent, where
-from stormtorch.watch.job_snapshot import LinkState, Moment
+from stormtorch.watch.cost import network_cost
+from stormtorch.watch.diagnoses import JobDiagnosis, Level, does, percent, where
+from stormtorch.watch.job_snapshot import JobSnapshot, LinkState
 
 # A rank or link stands out if it loses at least this. Half a percent is beyond what healthy Ethernet does (below
 # 0.01 %), and what Wi-Fi shows in good times; an estimate of a thousand datagrams is good to about 0.2 %.
@@ -22,46 +22,48 @@ _OTHER_LINE = 4.0
 _FELT_RTT_S = 0.005
 
 
-def losses(moment: Moment) -> list[Finding]:
+def losses(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
     """Finds hosts that lose what they receive or send, then single links, then loss that all links share."""
-    known = [link for link in moment.links if link.loss is not None]
+    known = [link for link in job_snapshot.links if link.loss is not None]
     if not known:
         return []
     loss = {(link.sender, link.receiver): link.loss or 0.0 for link in known}
     usual = median(loss.values())
     found = []
     explained: set[tuple[int, int]] = set()
-    groups = _groups(moment)
+    groups = _groups(job_snapshot)
     ends = [(inside, receives) for inside in groups for receives in (True, False)] if len(groups) > 2 else []
-    suspects = [finding for inside, receives in ends if (finding := _bad_end(moment, loss, inside, receives=receives))]
-    suspects += _bad_direction(moment, loss, groups) if len(groups) == 2 else []
+    suspects = [
+        diagnosis for inside, receives in ends if (diagnosis := _bad_end(job_snapshot, loss, inside, receives=receives))
+    ]
+    suspects += _bad_direction(job_snapshot, loss, groups) if len(groups) == 2 else []
     # A host that loses what it receives makes all others look a little like bad senders: the worst explains most.
-    for finding in sorted(suspects, key=lambda each: -each.weight):
-        if not explained.issuperset(finding.links):
-            found.append(finding)
-            explained.update(finding.links)
+    for diagnosis in sorted(suspects, key=lambda each: -each.weight):
+        if not explained.issuperset(diagnosis.links):
+            found.append(diagnosis)
+            explained.update(diagnosis.links)
     least = max(_LOSS, _STANDS_OUT * usual)
     bad = sorted(
         (link for link in loss if loss[link] >= least and link not in explained), key=lambda each: (-loss[each], each)
     )
     if bad:
-        found.append(_bad_link(moment, loss, bad, usual))
+        found.append(_bad_link(job_snapshot, loss, bad, usual))
     rest = [value for link, value in loss.items() if link not in explained]
     if not found and rest and usual >= _EVEN_LOSS:
-        cost = cost_of(moment)
+        cost = network_cost(job_snapshot)
         words = f"All links lose about {percent(sum(rest) / len(rest))}, none much more than the others"
         if cost.more_steps is not None:
             price = f"; that costs about {percent(cost.more_steps)} more steps by theory"
             words += price if cost.more_steps >= 5e-4 else "; repair makes up for it"
         remedy = "look at what they share: a switch, a VPN, Wi-Fi, a rate above what the line carries"
-        found.append(Finding(level=Level.WARN, kind="loss", text=words, remedy=remedy, weight=usual))
+        found.append(JobDiagnosis(level=Level.WARN, kind="loss", text=words, remedy=remedy, weight=usual))
     return found
 
 
-def _groups(moment: Moment) -> list[tuple[int, ...]]:
+def _groups(job_snapshot: JobSnapshot) -> list[tuple[int, ...]]:
     """The ranks of each host, or each rank by itself where hosts are not known or there is only one."""
     by_host: dict[str, list[int]] = defaultdict(list)
-    for rank, process in moment.live.items():
+    for rank, process in job_snapshot.live.items():
         by_host[process.host or f"rank {rank}"].append(rank)
     if len(by_host) == 1:
         return [(rank,) for ranks in by_host.values() for rank in ranks]
@@ -69,8 +71,8 @@ def _groups(moment: Moment) -> list[tuple[int, ...]]:
 
 
 def _bad_end(
-    moment: Moment, loss: dict[tuple[int, int], float], inside: tuple[int, ...], *, receives: bool
-) -> Finding | None:
+    job_snapshot: JobSnapshot, loss: dict[tuple[int, int], float], inside: tuple[int, ...], *, receives: bool
+) -> JobDiagnosis | None:
     """Finds a host that loses what it receives from everybody, or whose sendings everybody loses."""
     own = {
         link: value
@@ -85,22 +87,24 @@ def _bad_end(
     if min(own.values()) < least / 2 or median(own.values()) < least:
         return None
     mean = sum(own.values()) / len(own)
-    who = where(moment, inside)
+    who = where(job_snapshot, inside)
     if receives:
         words = f"{does(who, 'loses', 'lose')} {percent(mean)} of what it receives, from every sender"
-        full = sum(moment.everyone[rank].counter("overflow") for rank in inside)
+        full = sum(job_snapshot.everyone[rank].counter("overflow") for rank in inside)
         usual = "check its cable, its switch port or its receive buffer (net.core.rmem_max)"
         remedy = _overflowed(full) if full > 0 else usual
     else:
         words = f"Everybody loses {percent(mean)} of what {who[0].lower() + who[1:]} sends"
         remedy = "check its cable, its switch port or its rate (Options(rate=...))"
-    return Finding(
+    return JobDiagnosis(
         level=Level.BAD, kind="receiver" if receives else "sender", text=words, remedy=remedy, ranks=inside,
         links=tuple(own), weight=mean,
     )  # fmt: skip
 
 
-def _bad_direction(moment: Moment, loss: dict[tuple[int, int], float], groups: list[tuple[int, ...]]) -> list[Finding]:
+def _bad_direction(
+    job_snapshot: JobSnapshot, loss: dict[tuple[int, int], float], groups: list[tuple[int, ...]]
+) -> list[JobDiagnosis]:
     """Between two hosts, finds directions that lose; which of the two ends is to blame cannot be told from here."""
     found = []
     for sender, receiver in (groups, groups[::-1]):
@@ -109,15 +113,15 @@ def _bad_direction(moment: Moment, loss: dict[tuple[int, int], float], groups: l
         if not own or not others or min(own.values()) < max(_LOSS, _STANDS_OUT * median(others)):
             continue
         mean = sum(own.values()) / len(own)
-        names = [where(moment, each) for each in (sender, receiver)]
+        names = [where(job_snapshot, each) for each in (sender, receiver)]
         words = f"{percent(mean)} is lost of what goes from {' to '.join(each[0].lower() + each[1:] for each in names)}"
-        full = sum(moment.everyone[rank].counter("overflow") for rank in receiver)
+        full = sum(job_snapshot.everyone[rank].counter("overflow") for rank in receiver)
         remedy = (
             _overflowed(full) if full > 0 else "check the cable and the switch ports of both, and the receiver's buffer"
         )
         links = tuple(own)
         found.append(
-            Finding(
+            JobDiagnosis(
                 level=Level.BAD, kind="direction", text=words, remedy=remedy, ranks=receiver, links=links, weight=mean
             )
         )
@@ -128,7 +132,9 @@ def _overflowed(times: float) -> str:
     return f"its receive buffer overflowed {times:,.0f} times, so raise net.core.rmem_max or give it more cores"
 
 
-def _bad_link(moment: Moment, loss: dict[tuple[int, int], float], bad: list[tuple[int, int]], usual: float) -> Finding:
+def _bad_link(
+    job_snapshot: JobSnapshot, loss: dict[tuple[int, int], float], bad: list[tuple[int, int]], usual: float
+) -> JobDiagnosis:
     sender, receiver = bad[0]
     others = "the others nothing" if usual < 5e-6 else f"the others {percent(usual)}"
     words = f"The link {sender} -> {receiver} loses {percent(loss[bad[0]])}, {others}"
@@ -136,51 +142,55 @@ def _bad_link(moment: Moment, loss: dict[tuple[int, int], float], bad: list[tupl
         words = f"The link {sender} <-> {receiver} loses {percent(loss[bad[0]])} and {percent(loss[bad[1]])}, {others}"
     elif len(bad) > 1:
         words += f"; {len(bad) - 1} more stand{'s' * (len(bad) == 2)} out"
-    ends = tuple(moment.everyone[rank].host or f"rank {rank}" for rank in (sender, receiver))
+    ends = tuple(job_snapshot.everyone[rank].host or f"rank {rank}" for rank in (sender, receiver))
     remedy = f"check what only {ends[0]} and {ends[1]} share: a cable, a route, a firewall's limit"
     level = Level.BAD if loss[bad[0]] >= 4 * _LOSS else Level.WARN
-    return Finding(level=level, kind="link", text=words, remedy=remedy, links=tuple(bad), weight=loss[bad[0]])
+    return JobDiagnosis(level=level, kind="link", text=words, remedy=remedy, links=tuple(bad), weight=loss[bad[0]])
 
 
-def lines(moment: Moment) -> list[Finding]:
+def slow_or_long_links(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
     """Finds links that are much slower or longer than the others."""
-    links = moment.links
+    links = job_snapshot.links
     found = []
     rates = [link for link in links if link.rate]
     if len(rates) >= 4:
         usual = median(link.rate or 0.0 for link in rates)
         slow = [link for link in rates if (link.rate or 0.0) * _OTHER_LINE <= usual]
         if slow and 2 * len(slow) < len(rates):
-            words, ranks = _common_end(moment, slow)
+            words, ranks = _common_end(job_snapshot, slow)
             worst = min(link.rate or 0.0 for link in slow)
             text = f"{words} carries {rate_text(8 * worst)}, the others {rate_text(8 * usual)}"
             remedy = "check the speed that its interface agreed on (ethtool), and what else uses the line"
             pairs = tuple((link.sender, link.receiver) for link in slow)
             found.append(
-                Finding(level=Level.WARN, kind="rate", text=text, remedy=remedy, ranks=ranks, links=pairs, weight=0.1)
+                JobDiagnosis(
+                    level=Level.WARN, kind="rate", text=text, remedy=remedy, ranks=ranks, links=pairs, weight=0.1
+                )
             )
     trips = [link for link in links if link.rtt_s]
     if len(trips) >= 4:
         usual = median(link.rtt_s or 0.0 for link in trips)
         far = [link for link in trips if (link.rtt_s or 0.0) >= max(_FELT_RTT_S, _OTHER_LINE * usual)]
         if far and 2 * len(far) < len(trips):
-            words, ranks = _common_end(moment, far)
+            words, ranks = _common_end(job_snapshot, far)
             worst = max(link.rtt_s or 0.0 for link in far)
             text = f"{words} takes {time_text(worst)} for a round trip, the others {time_text(usual)}"
             remedy = "check its route, and whether a queue on the way is full"
             pairs = tuple((link.sender, link.receiver) for link in far)
             found.append(
-                Finding(level=Level.WARN, kind="rtt", text=text, remedy=remedy, ranks=ranks, links=pairs, weight=0.05)
+                JobDiagnosis(
+                    level=Level.WARN, kind="rtt", text=text, remedy=remedy, ranks=ranks, links=pairs, weight=0.05
+                )
             )
     return found
 
 
-def _common_end(moment: Moment, links: list[LinkState]) -> tuple[str, tuple[int, ...]]:
+def _common_end(job_snapshot: JobSnapshot, links: list[LinkState]) -> tuple[str, tuple[int, ...]]:
     """Names the rank that all these links share, or the worst of them."""
     if len(links) > 2:
         for rank in {end for link in links for end in (link.sender, link.receiver)}:
             if all(rank in (link.sender, link.receiver) for link in links):
-                who = where(moment, (rank,))
+                who = where(job_snapshot, (rank,))
                 return f"Every link of {who[0].lower()}{who[1:]}", (rank,)
     first = links[0]
     more = f" and {len(links) - 1} more" if len(links) > 1 else ""

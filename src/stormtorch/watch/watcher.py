@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any
 
-from stormtorch.telemetry.records import Record, Who
+from stormtorch.telemetry.records import ProcessId, Record
 from stormtorch.watch.fields import time_of
 from stormtorch.watch.job import Job
 from stormtorch.watch.prometheus import JobMetrics
@@ -54,15 +54,15 @@ class Watcher:
                 break
         return any_new
 
-    def _add(self, who: Who, records: list[Record]) -> None:
+    def _add(self, who: ProcessId, records: list[Record]) -> None:
         """Adds records of one process. The last came just now; its own clock says how long before that the others."""
         now = self._now()
         times = [time_of(record, now) for record in records]
         last = max((each for each in times if each is not None), default=now)
         age_s = self.source.age_s(who)
-        came = now if age_s is None else min(now - age_s, last if now - last > _COPIED_S else now)
+        arrived = now if age_s is None else min(now - age_s, last if now - last > _COPIED_S else now)
         for record, written in zip(records, times, strict=True):
-            self.job.add(who.file_name, record, came if written is None else came - (last - written))
+            self.job.add(who.file_name, record, arrived if written is None else arrived - (last - written))
 
     def _now(self) -> float:
         return time.monotonic() + self._ahead_s

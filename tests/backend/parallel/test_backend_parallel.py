@@ -250,6 +250,7 @@ def compare(member: Member, name: str) -> None:
         assert torch.equal(one, other), (name, (one - other).abs().max())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", TOGETHER, ids=", ".join)
 def test_it_gives_bit_for_bit_what_it_gives_on_gloo(names: list[str]) -> None:
     run_ranks(job, 2, (names,), timeout_s=120)

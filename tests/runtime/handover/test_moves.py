@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormtorch.runtime.handover.moves import Cut, Source, orphans, plan_moves
+from stormtorch.runtime.handover.moves import MoveSource, Partition, orphans, plan_moves
 from stormtorch.runtime.handover.standby import standby_of
-from stormtorch.runtime.memory.layout import Layout, plan, recut
+from stormtorch.runtime.memory.layout import Layout, plan, repartition
 
 pytestmark = pytest.mark.pure
 
@@ -19,10 +19,13 @@ def layouts_for(counts: list[int], owners: int, *, whole: bool, bucket_bytes: fl
     return plan(counts, ITEM_BYTES, bucket_bytes, owners, whole=whole)
 
 
-def cut(planned: list[Layout], members: tuple[int, ...], standbys: int, *, whole: bool) -> Cut:
+def partition(planned: list[Layout], members: tuple[int, ...], standbys: int, *, whole: bool) -> Partition:
     count = len(members)
-    layouts = [recut(each, ITEM_BYTES, count, whole=whole, turn=place % count) for place, each in enumerate(planned)]
-    return Cut(members, layouts, standbys)
+    layouts = [
+        repartition(each, ITEM_BYTES, count, whole=whole, first_owner=place % count)
+        for place, each in enumerate(planned)
+    ]
+    return Partition(members, layouts, standbys)
 
 
 members = st.sets(st.integers(0, 9), min_size=1, max_size=7).map(lambda each: tuple(sorted(each)))
@@ -47,7 +50,7 @@ def test_every_range_is_given_exactly_once_to_its_owner_and_its_standby(
     data: st.DataObject,
 ) -> None:
     planned = layouts_for(counts, 4, whole=whole, bucket_bytes=bucket_bytes)
-    old, new = (cut(planned, each, standbys, whole=whole) for each in (before, after))
+    old, new = (partition(planned, each, standbys, whole=whole) for each in (before, after))
     there = data.draw(st.sets(st.sampled_from(before), min_size=1))
     followed = [shard for shard, owner in enumerate(before) if {owner, old.standby(shard)} <= there]
     equal = data.draw(st.sets(st.sampled_from(followed))) if followed else set()
@@ -58,16 +61,16 @@ def test_every_range_is_given_exactly_once_to_its_owner_and_its_standby(
     for move in moves:
         begin, count = old.layouts[move.bucket].spans[move.shard]
         assert begin <= move.first and move.first + move.count <= begin + count, "a range of another shard"
-        assert move.giver in there, "somebody gives who is gone"
+        assert move.sender in there, "somebody gives who is gone"
         owner, standby = before[move.shard], old.standby(move.shard)
-        if move.source is Source.OWNER:
-            assert move.giver == owner
-        elif move.source is Source.STANDBY:
-            assert move.giver == standby
-            assert owner not in there or (move.taker == standby and move.shard in equal)
+        if move.source is MoveSource.OWNER:
+            assert move.sender == owner
+        elif move.source is MoveSource.STANDBY:
+            assert move.sender == standby
+            assert owner not in there or (move.receiver == standby and move.shard in equal)
         else:
-            assert move.shard in lost and move.giver == freshest[move.shard]
-        got.setdefault((move.bucket, move.stands_by, move.taker), Counter()).update(
+            assert move.shard in lost and move.sender == freshest[move.shard]
+        got.setdefault((move.bucket, move.as_standby, move.receiver), Counter()).update(
             range(move.first, move.first + move.count)
         )
     for bucket, layout in enumerate(new.layouts):
@@ -94,9 +97,9 @@ def test_everybody_follows_one_other_rank_if_there_are_three(members: int, stand
 @given(before=members, data=st.data())
 def test_shard_is_orphaned_only_with_its_owner_and_its_standby(before: tuple[int, ...], data: st.DataObject) -> None:
     there = data.draw(st.sets(st.sampled_from(before)))
-    found = orphans(Cut(before, [], 1), there)
+    found = orphans(Partition(before, [], 1), there)
     for shard, owner in enumerate(before):
-        standby = Cut(before, [], 1).standby(shard)
+        standby = Partition(before, [], 1).standby(shard)
         assert (shard in found) == (owner not in there and (standby is None or standby not in there))
 
 
@@ -104,14 +107,14 @@ def test_shard_is_orphaned_only_with_its_owner_and_its_standby(before: tuple[int
     counts=st.lists(st.integers(1, 500), min_size=1, max_size=9),
     owners=st.integers(1, 9),
     whole=st.booleans(),
-    turn=st.integers(0, 8),
+    first_owner=st.integers(0, 8),
     item_bytes=st.sampled_from([2, 4]),
 )
 def test_new_cut_covers_every_element_once_and_keeps_parameters_whole(
-    counts: list[int], owners: int, whole: bool, turn: int, item_bytes: int
+    counts: list[int], owners: int, whole: bool, first_owner: int, item_bytes: int
 ) -> None:
     for layout in plan(counts, item_bytes, 1000.0, 3, whole=whole):
-        again = recut(layout, item_bytes, owners, whole=whole, turn=turn % owners)
+        again = repartition(layout, item_bytes, owners, whole=whole, first_owner=first_owner % owners)
         assert again.slots == layout.slots and again.elements == layout.elements
         assert len(again.spans) == owners
         covered = sorted((first, count) for first, count in again.spans if count)

@@ -17,10 +17,12 @@ WITHIN_S = 6.0
 """About five times of what it takes at rest; the silence alone is 10 s."""
 
 
+@pytest.mark.thorough
 def test_others_make_their_next_step_soon_after_a_process_is_killed() -> None:
     assert statistics.median(measure(3, 6, signal.SIGKILL, on_lab=False)) < WITHIN_S
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_others_make_their_next_step_soon_after_a_process_on_another_host_is_killed() -> None:
     lab_or_skip()
@@ -59,6 +61,7 @@ def forge(raw: socket.socket, running: Job, cookie: int, seconds: float) -> None
         time.sleep(0.01)
 
 
+@pytest.mark.thorough
 def test_forged_refusals_leave_out_nobody_who_answers_and_without_the_cookie_nobody_at_all(raw: socket.socket) -> None:
     with job(4) as running:
         forge(raw, running, running.cookie(), 2.5)
@@ -79,6 +82,7 @@ def test_forged_refusals_leave_out_nobody_who_answers_and_without_the_cookie_nob
         assert next(step for step in running.steps(0) if step > at + 0.25) < at + 8.0
 
 
+@pytest.mark.thorough
 def test_rank_that_pauses_for_less_than_the_silence_stays() -> None:
     with job(3) as running:
         running.send(running.processes[2], signal.SIGSTOP)

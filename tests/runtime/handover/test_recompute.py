@@ -42,11 +42,13 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / str(EXACTLY.seed)
 
 
+@pytest.mark.thorough
 def test_job_with_a_death_and_a_return_is_recomputed_bit_for_bit(kept: Path) -> None:
     counts = check(EXACTLY, kept)
     assert counts["standby"] >= 4 and counts["shard"] >= 4, "shards and standbys were compared"
 
 
+@pytest.mark.thorough
 def test_deaths_within_steps_under_loss_leave_the_numbers_that_are_promised() -> None:
     """Whatever was lost: means are of what arrived, owners' steps are of these means, and copies are what was sent."""
     counts = recompute(LOSSY)
@@ -55,11 +57,13 @@ def test_deaths_within_steps_under_loss_leave_the_numbers_that_are_promised() ->
     assert counts["copies"] > 50 and counts["gradient given"] > 50
 
 
+@pytest.mark.thorough
 def test_outer_step_of_an_owner_that_dies_before_its_answer_is_the_standbys() -> None:
     counts = recompute(Schedule(3, 4, Program(diloco=True), (Event("die", 1, 8, "followed"),)))
     assert counts["views"] == 2 and counts["anchors"] > 8
 
 
+@pytest.mark.thorough
 def test_a_standby_that_is_new_says_that_it_lacks_what_the_program_has_changed() -> None:
     """It has followed one step only, and owns nothing that it could have seen the program change."""
     events = Event("join", 5, 4), Event("die", 4, 5, "sending", members=6)
@@ -67,6 +71,7 @@ def test_a_standby_that_is_new_says_that_it_lacks_what_the_program_has_changed()
     assert counts["named: unequal"] == 1
 
 
+@pytest.mark.thorough
 def test_ranks_die_one_after_the_other_also_where_all_wait_for_the_same_view() -> None:
     """Each at its own step, so that a majority of every view is left, and whoever returns does so before the end."""
     events = (
@@ -118,6 +123,7 @@ def test_a_single_wrong_number_is_found(
         check(EXACTLY, tmp_path)
 
 
+@pytest.mark.thorough
 def test_models_that_are_averaged_rarely_and_their_anchors_are_recomputed() -> None:
     """A rank dies while parameters of an outer step are on their way, and another begins from a member's model."""
     events = (Event("die", 1, 4, "bucket", place=1), Event("die", 2, 11, "rest", seconds=0.2, members=3))
@@ -127,12 +133,14 @@ def test_models_that_are_averaged_rarely_and_their_anchors_are_recomputed() -> N
     assert not counts["rounded: outer step"] and not counts["rounded: model"]
 
 
+@pytest.mark.thorough
 def test_rank_that_returns_waits_for_the_next_view_where_another_dies_meanwhile() -> None:
     events = (Event("die", 2, 7, seconds=0.2), Event("die", 1, 9, seconds=0.2))
     counts = recompute(Schedule(4, 3, Program(diloco=True, optimizer="rmsprop"), events))
     assert counts["models handed over"] >= 2
 
 
+@pytest.mark.thorough
 def test_rank_that_leaves_while_others_have_begun_to_average_takes_part_once_more() -> None:
     """They could neither end that round without it nor begin a view before."""
     leave = Event("leave", 1, 8, seconds=0.5, members=3)

@@ -253,6 +253,7 @@ def trained(
 ANOTHER_DIES = ["p.data.mul_", "clip in a pre hook", "number of steps as an attribute"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("program", "victim"), [*((each, 0) for each in PROGRAMS), *((each, 1) for each in ANOTHER_DIES)]
 )

@@ -48,6 +48,7 @@ def test_survivors_equal_a_process_that_leaves_the_dead_out(make: MakeOptimizer,
         assert_same(values, plain_without(dying, STEPS, world=world, make=make))
 
 
+@pytest.mark.thorough
 @MAKERS
 @pytest.mark.parametrize("dying", [{1: 3, 2: 6}, {0: 3, 1: 6}, {4: 3, 0: 4}, {3: 3, 2: 4}], ids=str)
 def test_two_deaths_one_after_the_other_lose_nothing(make: MakeOptimizer, dying: dict[int, int]) -> None:
@@ -57,6 +58,7 @@ def test_two_deaths_one_after_the_other_lose_nothing(make: MakeOptimizer, dying:
         assert_same(values, plain_without(dying, STEPS, world=5, make=make))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [adamw, sgd])
 @pytest.mark.parametrize("victim", range(4))
 def test_model_in_bfloat16_keeps_the_bits_of_its_float32_values(make: MakeOptimizer, victim: int) -> None:

@@ -66,6 +66,7 @@ def test_rank_that_is_gone_leaves_nothing_behind(policy: RankPolicy) -> None:
             assert far(values, others) < 0.005
 
 
+@pytest.mark.thorough
 @by_policy
 def test_rank_that_comes_back_is_counted_once(policy: RankPolicy) -> None:
     def work(member: Member) -> torch.Tensor:
@@ -81,7 +82,7 @@ def test_rank_that_comes_back_is_counted_once(policy: RankPolicy) -> None:
             until(WORLD - 1)
         if member.rank == 0:
             train(member, 10)
-            member.network.set_dark(VICTIM, False)
+            member.network.set_unreachable(VICTIM, False)
         if member.rank != VICTIM:
             until(WORLD)
         while member.session.steps < 200:

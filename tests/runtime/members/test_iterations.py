@@ -3,16 +3,19 @@
 import pytest
 
 from stormtorch import EXACT, GradientAveraging
-from training_loops import Gan, Halves, Program, Together, Twice, play
+from training_loops import Gan, Halves, Together, TrainingLoop, Twice, play
 from views import all_same
 
 EVENTS = ("death", "leave", "return", "join")
 PROGRAMS = (Gan, Halves, Together, Twice)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_ranks_of_any_program_come_and_go(program: type[Program], event: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_of_any_program_come_and_go(
+    program: type[TrainingLoop], event: str, caplog: pytest.LogCaptureFixture
+) -> None:
     found, longest = play(program, event)
     assert all_same(found)
     if event == "join":
@@ -21,8 +24,11 @@ def test_ranks_of_any_program_come_and_go(program: type[Program], event: str, ca
         assert max(longest.values()) < 1.5, "nobody has waited for a silence of 2 s"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("event", ["return", "join"])
 @pytest.mark.parametrize("program", [Gan, Twice])
-def test_a_newcomer_under_gradient_averaging_has_the_others_optimizer_state(program: type[Program], event: str) -> None:
+def test_a_newcomer_under_gradient_averaging_has_the_others_optimizer_state(
+    program: type[TrainingLoop], event: str
+) -> None:
     found, _ = play(program, event, policy=GradientAveraging(reliability=EXACT))
     assert all_same(found)

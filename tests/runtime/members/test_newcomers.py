@@ -13,7 +13,7 @@ from returning import with_a_rank_that_returns
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, prepare
 from stormtorch.collectives import Group
 from stormtorch.exchange.exchange import Transport
-from stormtorch.runtime.members.auxiliary_state import Beside
+from stormtorch.runtime.members.auxiliary_state import AuxiliaryState
 from survey_cases import Loop, Subject, judge
 from survey_idioms import IDIOMS
 from survey_optimizers import step
@@ -120,21 +120,25 @@ def subject(kind: Any, policy: Any) -> Subject:
     return Subject(kind.__name__, make, step, policy=policy)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["one joins", "one returns"])
 @pytest.mark.parametrize("kind", [InAttribute, InState, InObject])
 def test_counts_come_to_a_new_process(kind: Any, case: str) -> None:
     assert judge(subject(kind, EXACTLY), case) == ("same bits", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [InAttribute, InState, InObject])
 def test_counts_come_to_a_new_process_where_every_rank_has_all(kind: Any) -> None:
     assert judge(subject(kind, EVERYWHERE), "one joins") == ("same bits", "")
 
 
+@pytest.mark.thorough
 def test_tensors_by_parameter_come_to_a_new_process_where_every_rank_has_all() -> None:
     assert judge(subject(InTensors, EVERYWHERE), "one joins") == ("same bits", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", [EXACTLY, EVERYWHERE], ids=["owners", "everywhere"])
 def test_what_cannot_be_sent_is_named(policy: Any) -> None:
     verdict, words = judge(subject(InSet, policy), "one joins")
@@ -155,6 +159,7 @@ def test_a_new_process_is_told_what_only_its_program_can_know() -> None:
     assert "what the program itself keeps, as schedulers, averages or slow weights, comes along only by" in words
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["one joins", "one returns"])
 def test_parameters_that_the_others_have_frozen_are_frozen_in_a_new_process(case: str) -> None:
     def freeze_once(c: Loop, number: int) -> None:
@@ -171,12 +176,12 @@ def test_parameters_that_the_others_have_frozen_are_frozen_in_a_new_process(case
 # --- what is found ----------------------------------------------------------------------------------------------------
 
 
-def stepped(optimizer: Any, change: Callable[[Any], object]) -> Beside:
-    beside = Beside(optimizer, [each for group in optimizer.param_groups for each in group["params"]])
-    beside.before_step()
+def stepped(optimizer: Any, change: Callable[[Any], object]) -> AuxiliaryState:
+    auxiliary_state = AuxiliaryState(optimizer, [each for group in optimizer.param_groups for each in group["params"]])
+    auxiliary_state.before_step()
     change(optimizer)
-    beside.after_step()
-    return beside
+    auxiliary_state.after_step()
+    return auxiliary_state
 
 
 def sgd() -> Any:
@@ -194,8 +199,8 @@ def test_only_what_a_step_changes_travels() -> None:
         optimizer.means["loss"].fill_(0.1)
         optimizer.late = True
 
-    message = stepped(giver, change).told(whole=False)
-    assert Beside(taker, []).take(message) == []
+    message = stepped(giver, change).reported(whole=False)
+    assert AuxiliaryState(taker, []).take(message) == []
     assert (taker.rank, taker.t, taker.late) == (1, 2, True)
     assert taker.means == {"loss": torch.tensor(0.1), "all": [1.0, None]}
 
@@ -203,28 +208,28 @@ def test_only_what_a_step_changes_travels() -> None:
 @pytest.mark.pure
 def test_who_has_taken_numbers_gives_them_to_the_next() -> None:
     first, second, third = sgd(), sgd(), sgd()
-    known = Beside(second, [])
-    known.take(stepped(first, lambda each: setattr(each, "begun", True)).told(whole=False))
-    Beside(third, []).take(known.told(whole=False))
+    known = AuxiliaryState(second, [])
+    known.take(stepped(first, lambda each: setattr(each, "begun", True)).reported(whole=False))
+    AuxiliaryState(third, []).take(known.reported(whole=False))
     assert third.begun
 
 
 @pytest.mark.pure
 def test_large_tensors_travel_only_where_every_rank_has_all() -> None:
-    beside = stepped(sgd(), lambda each: setattr(each, "room", torch.ones(5)))
+    auxiliary_state = stepped(sgd(), lambda each: setattr(each, "room", torch.ones(5)))
     taker = sgd()
-    assert Beside(taker, []).take(beside.told(whole=False)) == ["room"]
-    assert Beside(taker, []).take(beside.told(whole=True)) == []
+    assert AuxiliaryState(taker, []).take(auxiliary_state.reported(whole=False)) == ["room"]
+    assert AuxiliaryState(taker, []).take(auxiliary_state.reported(whole=True)) == []
     assert taker.room.sum() == 5.0
 
 
 @pytest.mark.pure
 def test_nothing_of_the_object_itself_can_be_replaced_from_outside() -> None:
     giver, taker = sgd(), sgd()
-    beside = stepped(giver, lambda each: None)
-    beside._changed = {(("name", "param_groups"),): None, (("name", "__class__"),): None}
-    beside._values = lambda: dict.fromkeys(beside._changed, 5)  # type: ignore[method-assign]
-    assert Beside(taker, []).take(beside.told(whole=False)) == ["param_groups", "__class__"]
+    auxiliary_state = stepped(giver, lambda each: None)
+    auxiliary_state._changed = {(("name", "param_groups"),): None, (("name", "__class__"),): None}
+    auxiliary_state._values = lambda: dict.fromkeys(auxiliary_state._changed, 5)  # type: ignore[method-assign]
+    assert AuxiliaryState(taker, []).take(auxiliary_state.reported(whole=False)) == ["param_groups", "__class__"]
     assert type(taker) is torch.optim.SGD and len(taker.param_groups) == 1
 
 

@@ -41,6 +41,7 @@ def step(transport: UdpTransport, model: nn.Module, optimizer: Any, steps: int) 
         optimizer.zero_grad()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging()], ids=["drift", "averaging"])
 def test_a_rank_that_leaves_stays_until_another_has_saved(policy: Policy) -> None:
     def work(transport: UdpTransport) -> tuple[Any, Any]:
@@ -80,7 +81,7 @@ def test_a_rank_that_leaves_early_does_not_hold_up_any_policy(policy: Policy) ->
         begin = time.monotonic()
         if transport.rank == 0:
             step(transport, model, optimizer, 3)
-        transport.part()
+        transport.drain()
         return time.monotonic() - begin
 
     assert max(local_world(2, work, options=OPTIONS)) < SILENCE_S / 2
@@ -92,12 +93,13 @@ def test_a_rank_that_leaves_early_does_not_hold_up_one_without_gradients() -> No
         begin = time.monotonic()
         if transport.rank == 0:
             optimizer.step()  # gradients are exchanged here, as no backward has done so
-        transport.part()
+        transport.drain()
         return time.monotonic() - begin
 
     assert max(local_world(2, work, options=OPTIONS)) < SILENCE_S / 2
 
 
+@pytest.mark.thorough
 def test_a_rank_that_leaves_stays_for_one_that_waits_for_the_last_parameters() -> None:
     def work(transport: UdpTransport) -> Any:
         model, optimizer = trained(transport, 2, BoundedDrift(overlap=True))
@@ -115,6 +117,7 @@ def test_a_rank_that_leaves_stays_for_one_that_waits_for_the_last_parameters() -
     assert len(found["state"]) == len(list(perceptron().parameters()))
 
 
+@pytest.mark.thorough
 def test_what_has_left_before_with_its_state_is_named_by_who_goes_on_alone() -> None:
     def work(transport: UdpTransport) -> list[str]:
         model, optimizer = trained(transport, 3)
@@ -149,7 +152,7 @@ def test_a_model_that_one_rank_has_not_quite_dropped_does_not_hold_up_the_end() 
         dropped.wait()
         held.pop(0, None)  # what a rank drops, only the collector frees
         began = time.monotonic()
-        transport.part()
+        transport.drain()
         del other
         return time.monotonic() - began
 
@@ -159,6 +162,7 @@ def test_a_model_that_one_rank_has_not_quite_dropped_does_not_hold_up_the_end() 
         gc.enable()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_leaves_last_does_not_wait_for_a_majority_that_is_gone() -> None:
     took: list[float] = []
     gone = threading.Event()
@@ -171,7 +175,7 @@ def test_a_rank_that_leaves_last_does_not_wait_for_a_majority_that_is_gone() -> 
             return
         gone.wait(30.0)
         began = time.monotonic()
-        transport.part()
+        transport.drain()
         took.append(time.monotonic() - began)
         del model, optimizer
 

@@ -75,6 +75,7 @@ def in_threads(works: list[Callable[[], None]], within_s: float = 40.0) -> None:
     assert not any(each.is_alive() for each in threads), "a rank hangs"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy",
     [
@@ -100,7 +101,7 @@ def test_a_rank_returns_while_another_is_dead(policy: Policy) -> None:
         with exact(model):
             found[transport.rank] = (model.numbers.detach().clone(), int(model.count), optimizer.session.view)
         events[transport.rank] = [event for row in optimizer.ledger for event in row.events]
-        transport.part()
+        transport.drain()
         transport.close()
 
     def first(rank: int) -> None:
@@ -190,6 +191,7 @@ def test_a_rank_that_dies_while_it_returns_does_not_end_the_job_of_the_others(mo
     assert sorted(ended) == [0, 1, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weights", ["mean", "horvitz-thompson"])
 def test_a_rank_that_is_missing_does_not_shrink_the_gradient(weights: Any) -> None:
     network = SimulatedNetwork(WORLD, seed=1)
@@ -201,7 +203,7 @@ def test_a_rank_that_is_missing_does_not_shrink_the_gradient(weights: Any) -> No
         prepare(model, optimizer, policy=BoundedDrift(weights=weights), group=Group(transport, range(WORLD)))
         for number in range(6):
             if number == 2 and transport.rank == 3:
-                network.set_dark(3, True)
+                network.set_unreachable(3, True)
                 break
             model(torch.ones(400)).backward()
             optimizer.step()

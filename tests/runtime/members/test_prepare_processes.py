@@ -23,7 +23,7 @@ from stormtorch.collectives import Group, barrier
 from stormtorch.exchange.exchange import Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
 from stormtorch.policies.policy import Policy
-from stormtorch.runtime.members.served_collectives import Calls
+from stormtorch.runtime.members.served_collectives import ServedCollectives
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.session.session import Session, sessions_of
 from stormtorch_lab.jobs.ranks import Member, run_ranks
@@ -104,7 +104,7 @@ def compiled(member: Member) -> None:
         rank = prepared(member, before, policy=policy)
         rank.train(STEPS)
         assert_same(rank.values(), expected)
-        assert not sessions_of(before)[0]._gate.overlap
+        assert not sessions_of(before)[0]._parameter_barrier.overlap
 
         torch.compiler.reset()
         in_place = perceptron()
@@ -112,16 +112,16 @@ def compiled(member: Member) -> None:
         rank = prepared(member, in_place, policy=policy)
         rank.train(STEPS)
         assert_same(rank.values(), expected)
-        assert not sessions_of(in_place)[0]._gate.overlap
+        assert not sessions_of(in_place)[0]._parameter_barrier.overlap
 
         torch.compiler.reset()
         model = perceptron()
         rank = prepared(member, model, policy=policy)
-        assert sessions_of(model)[0]._gate.overlap == overlap
+        assert sessions_of(model)[0]._parameter_barrier.overlap == overlap
         rank.train(2)
         rank.model = torch.compile(model, backend="aot_eager")
         rank.train(range(2, STEPS))
-        assert not sessions_of(model)[0]._gate.overlap
+        assert not sessions_of(model)[0]._parameter_barrier.overlap
         with exact(model):
             assert_same(values(model), expected)
         torch.compiler.reset()
@@ -134,7 +134,7 @@ def compiled_too_early(member: Member) -> None:
     rank = prepared(member, model, policy=EXACTLY)
     rank.model = early  # compiled code does not look for hooks that came later
     rank.train(STEPS)
-    assert not sessions_of(model)[0]._gate.overlap
+    assert not sessions_of(model)[0]._parameter_barrier.overlap
     with exact(model):
         found = values(model)
     assert_close(found, plain(perceptron(), adamw, STEPS, world=member.world), rtol=0.05, atol=0.01)
@@ -199,6 +199,7 @@ def job(member: Member, names: list[str]) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_processes_train_together_by_torchs_own_group() -> None:
     run_ranks(job, 2, (list(CASES),), timeout_s=100)
 
@@ -234,6 +235,7 @@ print(f"{optimizer.session.steps} step with ranks {optimizer.session.view.member
 """
 
 
+@pytest.mark.thorough
 def test_a_rank_that_ends_by_an_exception_is_named_at_once_and_the_other_goes_on(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     script, errors = tmp_path / "failing.py", tmp_path / "errors"
@@ -275,6 +277,7 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("standby", [0, 1])
 @pytest.mark.parametrize("make, copies", [(sgd, 1), (adamw, 2)], ids=["sgd", "adamw"])
 def test_a_rank_has_the_model_its_gradients_and_its_share_of_the_rest(
@@ -303,11 +306,12 @@ def test_a_rank_has_the_model_its_gradients_and_its_share_of_the_rest(
     assert found[0] / world <= 1.15 * size * (everything + (own + followed) / world)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", [BoundedDrift(max_lag=1), ModelAveraging()], ids=["drift", "averaging"])
 def test_models_that_were_prepared_and_dropped_leave_nothing_behind(policy: Policy) -> None:
     def left(transport: Transport) -> tuple[int, int]:
         gc.collect()
-        kinds = (Session, Bucket, Group, Calls, Optimizer)
+        kinds = (Session, Bucket, Group, ServedCollectives, Optimizer)
         return len(transport.channels), sum(issubclass(type(each), kinds) for each in gc.get_objects())
 
     def work(transport: Transport) -> list[tuple[int, int]]:

@@ -113,6 +113,7 @@ def assert_equal(told: dict[int, dict[str, Any]], steps: int, members: list[int]
     assert first["loss"] < 1.5 * undisturbed_loss(steps) + 0.02
 
 
+@pytest.mark.thorough
 def test_training_goes_on_without_a_killed_rank_and_with_another_that_was_started_again(job: Job) -> None:
     steps = 200
     for rank in range(WORLD):
@@ -160,6 +161,7 @@ def test_rank_that_was_stopped_comes_back_when_it_continues(job: Job) -> None:
     assert in_order(told[0]["events"], ["rank 1 is gone", "rank 1 is"])
 
 
+@pytest.mark.thorough
 def test_rank_that_is_told_to_end_hands_over_and_exits_with_success(job: Job) -> None:
     steps = 150
     for rank in range(WORLD):
@@ -200,6 +202,7 @@ def test_rank_that_was_cut_off_waits_and_comes_back(job: Job) -> None:
     assert in_order(told[0]["events"], ["rank 1 is gone", "rank 1 is"])
 
 
+@pytest.mark.thorough
 def test_rank_without_a_majority_gives_up_and_names_whom_it_misses(job: Job) -> None:
     for rank in range(WORLD):
         job.start(rank, steps=100_000, silence_s=1.5, give_up_s=3.0)

@@ -12,7 +12,7 @@ from returning import with_a_rank_that_returns
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging, StormError, collectives, prepare
 from stormtorch.collectives import Group
 from stormtorch.exchange.exchange import Transport
-from stormtorch.runtime.members.session_collectives import counted
+from stormtorch.runtime.members.session_collectives import ranks_counted
 from training import sgd
 from views import EXACTLY, Member, with_members
 
@@ -62,7 +62,7 @@ def test_where_two_die_within_a_call_all_count_the_same_or_say_that_they_cannot_
         results = []
         for rank in alive:
             known = {each: here[each] for each in alive} | ({1: here[1]} if rank in told else {})
-            count, unsure = counted(everyone, here[rank], known, ())
+            count, unsure = ranks_counted(everyone, here[rank], known, ())
             if unsure:
                 said += 1
                 assert {*unsure} == {0, 1}
@@ -72,9 +72,10 @@ def test_where_two_die_within_a_call_all_count_the_same_or_say_that_they_cannot_
     assert said
     # A machine with two ranks dies, and all know it before they tell what they have: nobody else can have been told.
     full = {rank: {*everyone} for rank in alive}
-    assert counted(everyone, full[2], full, {0, 1}) == ({*everyone}, [])
+    assert ranks_counted(everyone, full[2], full, {0, 1}) == ({*everyone}, [])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("victim", range(3))
 @pytest.mark.parametrize("sends", [False, True], ids=["before the call", "within it"])
 @pytest.mark.parametrize("seed", range(4))
@@ -90,12 +91,12 @@ def test_call_goes_on_without_a_rank_that_dies_and_those_who_are_left_agree(
                 if sends:
                     # Some of it arrives, perhaps, and nobody hears of it after that.
                     name = f"{session.name}/together/0"
-                    group = Group(member.transport, session.view.members, name=name, view=1).along(name)
+                    group = Group(member.transport, session.view.members, name=name, view=1).on_channel(name)
                     rows = [torch.zeros(1, dtype=torch.float64) for _ in range(3)]
                     rows[victim].fill_(victim)
                     kept.append(collectives.all_gather(group, rows, rows[victim]))
                     kept[-1].done()
-                member.network.set_dark(victim, True)
+                member.network.set_unreachable(victim, True)
                 return None
             found.append((session.mean(float(member.rank)), session.gather(step)))
         return found

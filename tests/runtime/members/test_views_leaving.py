@@ -23,19 +23,19 @@ def together(after_s: float) -> tuple[list[Any], set[str]]:
         began = member.network.now_s
         if member.rank == 1:
             member.session.wait()
-            member.network.set_dark(3, True)
+            member.network.set_unreachable(3, True)
         healed_s = began + 8.0
         leaves_s = healed_s + after_s
         healed = False
         while member.network.now_s < healed_s + 6.0:
             now_s = member.network.now_s
             if member.rank == 1 and now_s >= healed_s and not healed:
-                member.network.set_dark(3, False)
+                member.network.set_unreachable(3, False)
                 healed = True
             if member.rank == 0 and now_s >= leaves_s:
                 member.session.wait()
-                member.transport.ask_out()
-                member.session.hand_over()
+                member.transport.request_leave()
+                member.session.transfer_and_leave()
                 return None
             member.step(member.session.steps)
             member.transport.wait_view(1 << 62, PAUSE_S)
@@ -46,6 +46,7 @@ def together(after_s: float) -> tuple[list[Any], set[str]]:
     return [values for values, _ in found], {event for _, events in found for event in events}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("after_s", "at_once"), [(-0.2, True), (0.3, False)])
 def test_a_newcomer_gets_all_where_the_lowest_rank_leaves(after_s: float, at_once: bool) -> None:
     values, events = together(after_s)
@@ -70,8 +71,8 @@ def test_a_rank_leaves_when_the_others_have_begun_their_next_round(policy: Polic
         if member.rank == 1:
             member.session.wait()
             member.transport.wait_view(1 << 62, 1.0)
-            member.transport.ask_out()
-            member.session.hand_over()
+            member.transport.request_leave()
+            member.session.transfer_and_leave()
             return None
         member.train(24)
         return member.session.view, member.session.membership.round

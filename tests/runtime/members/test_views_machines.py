@@ -24,7 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def by_machines(member: Member) -> bool:
-    return member.session._broadcast._forwarding is not None
+    return member.session._broadcast._hierarchical is not None
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -63,6 +63,7 @@ class Dead(Exception):
 _POSTS = 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", range(_POSTS))
 @pytest.mark.parametrize("victim", [0, 3])
 def test_survivors_go_on_together_whichever_exchange_a_rank_dies_in(moment: int, victim: int) -> None:
@@ -78,7 +79,7 @@ def test_survivors_go_on_together_whichever_exchange_a_rank_dies_in(moment: int,
 
         def post(plan: Plan) -> Any:
             if len(begun) == moment:
-                member.network.set_dark(victim, True)
+                member.network.set_unreachable(victim, True)
                 raise Dead
             begun.append(plan.what)
             return begin(plan)

@@ -24,6 +24,7 @@ def alive(found: list[Any]) -> list[Any]:
     return [each for each in found if each is not None]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["before backward", "before step", "after step"])
 @pytest.mark.parametrize("victim", range(4))
 def test_survivors_have_equal_bits_whenever_an_owner_dies(moment: str, victim: int) -> None:
@@ -34,7 +35,7 @@ def test_survivors_have_equal_bits_whenever_an_owner_dies(moment: str, victim: i
                 loss = regression(member.model, vectors(victim, AT))
                 if moment == "before step":
                     loss.backward()
-            member.network.set_dark(victim, True)
+            member.network.set_unreachable(victim, True)
             return None
         member.train(STEPS)
         return member.values(), member.events(), member.session.view.step
@@ -93,6 +94,7 @@ def test_owner_and_standby_that_die_at_once_are_told_of_in_the_same_words(pair: 
         assert not any(f"the shard of rank {pair[1]} had" in event for event in events)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("call", ["exact", "model", "optimizer"])
 @pytest.mark.parametrize("callers", ["one", "all"])
 @pytest.mark.parametrize("caller", [0, 3])
@@ -163,7 +165,7 @@ def test_norms_are_those_of_the_members(died: str) -> None:
                 return None
             regression(member.model, vectors(member.rank, number)).backward()
             if member.rank == 2 and number == AT:
-                member.network.set_dark(2, True)
+                member.network.set_unreachable(2, True)
                 return None
             norms.append(float(torch.nn.utils.clip_grad_norm_(member.model.parameters(), 0.05)))
             member.optimizer.step()
@@ -211,10 +213,10 @@ def test_every_policy_goes_on_without_a_dead_rank_and_takes_it_back(policy: Poli
     def work(member: Member) -> Any:
         member.train(6)
         if member.rank == victim:
-            member.network.set_dark(victim, True)
+            member.network.set_unreachable(victim, True)
         while member.network.now_s < 15.0 or member.session.view.number < 3:
             if member.rank == (victim + 1) % 4 and member.network.now_s > 6.0:
-                member.network.set_dark(victim, False)
+                member.network.set_unreachable(victim, False)
             member.step(member.session.steps)
             member.transport.wait_view(1 << 62, 0.5)
         members = member.session.view.members
@@ -232,6 +234,7 @@ def test_every_policy_goes_on_without_a_dead_rank_and_takes_it_back(policy: Poli
     assert any(f"rank {victim} is new" in event or f"rank {victim} is back" in event for event in events), events
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy",
     [DiLoCo(every=2, bucket_mb=5e-4), ModelAveraging(bucket_mb=5e-4), GradientAveraging(bucket_mb=5e-4)],
@@ -250,7 +253,7 @@ def test_a_rank_that_hears_of_the_next_view_first_makes_the_round_that_others_ha
             number = membership.view.number
             membership.settle = settle
             transport.wait_view(1 << 62, 1.0)
-            transport.ask_anew()
+            transport.request_view()
             while transport.view().number == number:
                 transport.wait_view(number, 0.1)
             return bool(settle(rounds))
@@ -283,7 +286,7 @@ def test_two_optimizers_of_one_model_change_views_together() -> None:
             if transport.rank == 1 and number == AT:
                 for each in sessions:
                     each.wait()
-                network.set_dark(1, True)
+                network.set_unreachable(1, True)
                 return None
             regression(model, vectors(transport.rank, number)).backward()
             first.step()
@@ -336,6 +339,7 @@ def test_two_models_change_views_each_at_its_own_step() -> None:
         assert_same(other, plain_without({3: AT}, STEPS, world=4, make=adamw, model=perceptron(seed=1)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("late", [False, True], ids=["before prepare", "after prepare"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_that_was_loaded_survives_the_death_of_its_owner(late: bool, dtype: torch.dtype) -> None:

@@ -41,6 +41,7 @@ def finish(member: Member, steps: int) -> Any:
     return member.values(), member.session.view, member.events()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("world", "minority"), [(4, (3,)), (5, (0, 1)), (5, (3, 4)), (4, (2, 3)), (3, (0,))], ids=str)
 def test_only_the_majority_steps_and_all_are_equal_after_healing(world: int, minority: tuple[int, ...]) -> None:
     majority = [rank for rank in range(world) if rank not in minority]
@@ -91,6 +92,7 @@ def test_one_directed_link_that_is_dead_costs_one_rank_and_no_bits() -> None:
     assert {(view.number, view.members) for _, (_, view, _) in found} == {(found[0][1][1].number, (0, 1, 2, 3))}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("outage_s", [12.0, 40.0, 120.0])
 def test_outage_of_everything_throws_nobody_out_and_loses_no_bits(outage_s: float) -> None:
     everyone = range(4)
@@ -100,12 +102,12 @@ def test_outage_of_everything_throws_nobody_out_and_loses_no_bits(outage_s: floa
         member.train(AT)
         member.session.wait()
         for rank in everyone if member.rank == 0 else ():
-            member.network.set_dark(rank, True)
+            member.network.set_unreachable(rank, True)
         healed_at = member.network.now_s + outage_s
         if member.rank == 0:
             member.transport.wait_view(1 << 62, outage_s)
             for rank in everyone:
-                member.network.set_dark(rank, False)
+                member.network.set_unreachable(rank, False)
         member.train(AT + 1)
         took[member.rank] = member.network.now_s - healed_at
         return finish(member, 12)
@@ -117,6 +119,7 @@ def test_outage_of_everything_throws_nobody_out_and_loses_no_bits(outage_s: floa
         assert_same(values, plain_without({}, 12, world=4, make=adamw))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("away", range(4))
 def test_rank_that_was_away_returns_with_the_parameters_of_the_others(away: int) -> None:
     def work(member: Member) -> Any:
@@ -126,7 +129,7 @@ def test_rank_that_was_away_returns_with_the_parameters_of_the_others(away: int)
         helper = (away + 1) % 4
         walk(member, 7.0)
         if member.rank == helper:
-            member.network.set_dark(away, False)
+            member.network.set_unreachable(away, False)
         walk(member, 18.0)
         return finish(member, 50)
 

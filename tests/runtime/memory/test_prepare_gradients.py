@@ -39,6 +39,7 @@ NORMS = (
 SAID = ("norm by hand, (p.grad ** 2).sum()", "gradient centralisation", "sharpness-aware (SAM) by hand")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["3 ranks", "one killed"])
 @pytest.mark.parametrize("name", EXACT_ONES)
 def test_what_is_done_to_gradients_counts(name: str, case: str) -> None:

@@ -230,6 +230,7 @@ def test_one_rank_trains_as_plain_torch_does() -> None:
         assert_same(ours, plain(perceptron(), adamw, STEPS, world=1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ownership", ["elements", "parameters"])
 @pytest.mark.parametrize("policy", [{"gradients": EXACT, "broadcast": EXACT}, {"max_lag": 2}], ids=["exact", "lossy"])
 def test_there_may_be_more_ranks_than_numbers(policy: Any, ownership: Any) -> None:
@@ -255,6 +256,7 @@ def test_there_may_be_more_ranks_than_numbers(policy: Any, ownership: Any) -> No
         assert_same(ours, found[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 def test_a_model_smaller_than_a_datagram_survives_loss(wire: torch.dtype, dtype: torch.dtype) -> None:

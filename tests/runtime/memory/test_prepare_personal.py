@@ -275,7 +275,7 @@ def test_those_who_live_keep_their_heads_when_a_rank_dies() -> None:
         for step in range(STEPS):
             if (step, transport.rank) == (3, 1):
                 optimizer.session.wait()
-                transport.network.set_dark(1, True)
+                transport.network.set_unreachable(1, True)
                 return None
             train(model, optimizer, transport.rank, range(step, step + 1))
         assert optimizer.session.view.members == (0, 2, 3)

@@ -40,6 +40,7 @@ def test_a_process_that_joins_gets_the_body_and_keeps_its_own_head(policy: Polic
         assert_same(own[4:], [torch.full_like(each, head) for each in own[4:]])
 
 
+@pytest.mark.thorough
 def test_a_slow_rank_moves_its_head_once_for_each_of_its_own_backwards() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

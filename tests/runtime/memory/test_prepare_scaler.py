@@ -78,12 +78,12 @@ def test_rank_that_was_away_takes_the_scale_that_the_others_have_come_to(policy:
         train(3)
         if member.rank == 2:
             member.session.wait()
-            member.network.set_dark(2, True)
+            member.network.set_unreachable(2, True)
         while member.rank != 2 and len(member.session.view.members) > 2:
             scaled_step(member.model, member.optimizer, scaler)
         if member.rank == 0:
             train(member.session.steps + 9)
-            member.network.set_dark(2, False)
+            member.network.set_unreachable(2, False)
         while member.rank != 2 and len(member.session.view.members) < 3:
             scaled_step(member.model, member.optimizer, scaler)
             member.transport.wait_view(1 << 62, 0.05)
@@ -117,11 +117,11 @@ def test_rank_that_was_away_comes_back_with_a_step_of_another_kind(scaled_first:
             turn()
         if member.rank == 2:
             member.session.wait()
-            member.network.set_dark(2, True)
+            member.network.set_unreachable(2, True)
         while member.rank != 2 and (len(member.session.view.members) > 2 or member.session.steps < 12):
             turn()
         if member.rank == 0:
-            member.network.set_dark(2, False)
+            member.network.set_unreachable(2, False)
         while member.rank != 2 and len(member.session.view.members) < 3:
             turn()
             member.transport.wait_view(1 << 62, 0.05)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormtorch.runtime.memory.layout import Layout, Piece, plan, recut
-from stormtorch.runtime.memory.shard_state import Holding, Record, assemble
+from stormtorch.runtime.memory.layout import Layout, Piece, plan, repartition
+from stormtorch.runtime.memory.shard_state import ShardRecord, ShardState, assemble
 
 pytestmark = pytest.mark.pure
 
@@ -31,7 +31,7 @@ def state_of(piece: Piece, shape: tuple[int, ...], *, whole: bool) -> dict[str, 
     }
 
 
-def holdings(layouts: list[Layout], owners: int, shapes: list[tuple[int, ...]], *, whole: bool) -> list[Holding]:
+def holdings(layouts: list[Layout], owners: int, shapes: list[tuple[int, ...]], *, whole: bool) -> list[ShardState]:
     found = []
     for shard in range(owners):
         masters = []
@@ -43,7 +43,7 @@ def holdings(layouts: list[Layout], owners: int, shapes: list[tuple[int, ...]], 
                     values[piece.first - begin + each] = value_of(piece.parameter, piece.offset + each)
             masters.append(values)
         found.append(
-            Holding(
+            ShardState(
                 shard,
                 layouts,
                 masters,
@@ -65,7 +65,7 @@ def test_cutting_and_assembling_are_inverse_for_any_two_cuts(
 ) -> None:
     planned = plan(counts, 4, bucket_bytes, 3, whole=whole)
     before, after = (
-        [recut(each, 4, size, whole=whole, turn=place % size) for place, each in enumerate(planned)]
+        [repartition(each, 4, size, whole=whole, first_owner=place % size) for place, each in enumerate(planned)]
         for size in (owners, others)
     )
     shapes: list[tuple[int, ...]] = [(count, 1) for count in counts]
@@ -73,12 +73,12 @@ def test_cutting_and_assembling_are_inverse_for_any_two_cuts(
     for bucket, (old, new) in enumerate(zip(before, after, strict=True)):
         for shard in range(others):
             first, count = new.spans[shard]
-            records: list[Record] = []
-            for holding in held:
-                old_first, old_count = old.spans[holding.shard]
+            records: list[ShardRecord] = []
+            for shard_state in held:
+                old_first, old_count = old.spans[shard_state.shard]
                 low, high = max(first, old_first), min(first + count, old_first + old_count)
                 if low < high:
-                    records += holding.cut(bucket, low, high - low, whole=whole)
+                    records += shard_state.partition(bucket, low, high - low, whole=whole)
             for piece in new.pieces(shard):
                 values = torch.full((piece.count,), torch.nan)
                 state = assemble(piece, records, values, whole=whole, device=CPU, counters=CPU)
@@ -95,8 +95,8 @@ def test_cutting_and_assembling_are_inverse_for_any_two_cuts(
 def test_piece_that_is_partly_without_state_begins_anew() -> None:
     piece = Piece(parameter=0, offset=0, first=0, count=6)
     records = [
-        Record(0, 0, 4, torch.arange(4.0), {"moment": torch.ones(4), "step": torch.tensor(5.0)}),
-        Record(0, 4, 2, torch.tensor([4.0, 5.0]), {}),
+        ShardRecord(0, 0, 4, torch.arange(4.0), {"moment": torch.ones(4), "step": torch.tensor(5.0)}),
+        ShardRecord(0, 4, 2, torch.tensor([4.0, 5.0]), {}),
     ]
     values = torch.empty(6)
     state = assemble(piece, records, values, whole=False, device=CPU, counters=CPU)
@@ -106,7 +106,7 @@ def test_piece_that_is_partly_without_state_begins_anew() -> None:
 
 def test_assembled_state_shares_no_memory_with_what_it_came_from() -> None:
     step, moment = torch.tensor(5.0), torch.ones(4)
-    record = Record(0, 0, 4, torch.arange(4.0), {"moment": moment, "step": step})
+    record = ShardRecord(0, 0, 4, torch.arange(4.0), {"moment": moment, "step": step})
     state = assemble(Piece(0, 0, 0, 4), [record], torch.empty(4), whole=False, device=CPU, counters=CPU)
     state["moment"].add_(1.0)
     state["step"].add_(1.0)
@@ -116,6 +116,6 @@ def test_assembled_state_shares_no_memory_with_what_it_came_from() -> None:
 def test_single_element_is_told_from_a_number_of_the_whole_piece() -> None:
     """A count of steps has the shape of a piece of one element in some optimizers, and must not be cut."""
     piece = Piece(0, 0, 0, 1)
-    record = Record(0, 0, 1, torch.zeros(1), {"step": torch.tensor([9.0]), "moment": torch.tensor([2.0])})
+    record = ShardRecord(0, 0, 1, torch.zeros(1), {"step": torch.tensor([9.0]), "moment": torch.tensor([2.0])})
     state = assemble(piece, [record], torch.empty(1), whole=False, device=CPU, counters=CPU)
     assert state["step"].item() == 9.0 and state["moment"].tolist() == [2.0]

@@ -68,29 +68,29 @@ def test_every_number_has_exactly_one_owner(
     counted = [torch.zeros(shape) for shape in shapes]
     for rank in range(world):
         owner = Owner(rank, world, adamw(numbers(shapes, 0)), whole=whole, bucket_bytes=bucket_bytes)
-        for _, piece, stand_in in owner.shards.pieces:
+        for _, piece, local_param in owner.shards.pieces:
             counted[piece.parameter].view(-1)[piece.offset : piece.offset + piece.count] += 1
-            assert stand_in.numel() == piece.count
+            assert local_param.numel() == piece.count
             if whole:
-                assert stand_in.shape == shapes[piece.parameter]
+                assert local_param.shape == shapes[piece.parameter]
     assert all(bool((each == 1).all()) for each in counted)
 
 
 def test_a_piece_is_the_memory_of_the_model_itself() -> None:
     for owner in owners(3, adamw):
-        for _, piece, stand_in in owner.shards.pieces:
+        for _, piece, local_param in owner.shards.pieces:
             part = owner.parameters[piece.parameter].detach().view(-1)[piece.offset : piece.offset + piece.count]
-            assert torch.equal(stand_in.detach(), part)
-            assert stand_in.data_ptr() == part.data_ptr()
+            assert torch.equal(local_param.detach(), part)
+            assert local_param.data_ptr() == part.data_ptr()
 
 
 def test_a_piece_of_fewer_bits_is_its_float32_master() -> None:
     for owner in owners(2, adamw, dtype=torch.bfloat16):
-        for bucket, piece, stand_in in owner.shards.pieces:
+        for bucket, piece, local_param in owner.shards.pieces:
             part = owner.parameters[piece.parameter].detach().view(-1)[piece.offset : piece.offset + piece.count]
-            assert stand_in.dtype == torch.float32
-            assert torch.equal(stand_in.detach(), part.float())
-            assert stand_in.data_ptr() == bucket.within_own(piece, bucket.masters).data_ptr()
+            assert local_param.dtype == torch.float32
+            assert torch.equal(local_param.detach(), part.float())
+            assert local_param.data_ptr() == bucket.within_own(piece, bucket.masters).data_ptr()
 
 
 def test_pieces_stay_in_the_group_of_their_parameter_with_its_settings() -> None:
@@ -102,8 +102,8 @@ def test_pieces_stay_in_the_group_of_their_parameter_with_its_settings() -> None
         for number, group in enumerate(optimizer.param_groups):
             assert group["lr"] == (0.1, 0.2)[number]
             held = {id(each) for each in group["params"]}
-            for _, piece, stand_in in owner.shards.pieces:
-                assert (id(stand_in) in held) == ((piece.parameter >= 2) == (number == 1))
+            for _, piece, local_param in owner.shards.pieces:
+                assert (id(local_param) in held) == ((piece.parameter >= 2) == (number == 1))
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
@@ -134,9 +134,9 @@ def test_parameters_of_fewer_bits_step_in_float32_and_keep_what_their_own_bits_w
         assert ours.dtype == torch.bfloat16
         assert torch.equal(ours, theirs.detach().bfloat16())
     for rank in ranks:
-        for _, piece, stand_in in rank.shards.pieces:
+        for _, piece, local_param in rank.shards.pieces:
             exact = parameters_of(wide)[piece.parameter].detach().view(-1)[piece.offset : piece.offset + piece.count]
-            assert torch.equal(stand_in.detach(), exact)
+            assert torch.equal(local_param.detach(), exact)
 
 
 def test_an_optimizer_that_has_stepped_before_goes_on_with_its_state() -> None:
@@ -158,9 +158,9 @@ def test_an_optimizer_that_has_stepped_before_goes_on_with_its_state() -> None:
 def test_state_that_was_made_for_fewer_bits_gets_the_bits_of_the_masters() -> None:
     optimizer = plain(adamw, 1, torch.bfloat16)
     owner = Owner(0, 2, optimizer)
-    for _, _, stand_in in owner.shards.pieces:
-        assert optimizer.state[stand_in]["exp_avg"].dtype == torch.float32
-        assert optimizer.state[stand_in]["step"] == 1.0
+    for _, _, local_param in owner.shards.pieces:
+        assert optimizer.state[local_param]["exp_avg"].dtype == torch.float32
+        assert optimizer.state[local_param]["step"] == 1.0
     assert len(optimizer.state) == len(owner.shards.pieces)
 
 
@@ -171,19 +171,19 @@ def test_pieces_of_parameters_that_nobody_used_have_no_gradient() -> None:
     used = [True, False, True, False, True]
     for owner in owners(2, momentum):
         for given_as in (used, torch.tensor(used)):
-            owner.shards.give_gradients([True] * 5, finite=True)
-            owner.shards.give_gradients(given_as, finite=True)
-            for _, piece, stand_in in owner.shards.pieces:
-                assert (stand_in.grad is not None) == used[piece.parameter]
+            owner.shards.assign_gradients([True] * 5, finite=True)
+            owner.shards.assign_gradients(given_as, finite=True)
+            for _, piece, local_param in owner.shards.pieces:
+                assert (local_param.grad is not None) == used[piece.parameter]
 
 
 def test_a_gradient_is_the_memory_that_the_exchange_writes_to() -> None:
     (owner,) = owners(1, momentum)
-    owner.shards.give_gradients([True] * 5, finite=True)
+    owner.shards.assign_gradients([True] * 5, finite=True)
     for bucket in owner.buckets:
         bucket.own_grads.fill_(3.0)
-    for _, _, stand_in in owner.shards.pieces:
-        assert stand_in.grad is not None and bool((stand_in.grad == 3.0).all())
+    for _, _, local_param in owner.shards.pieces:
+        assert local_param.grad is not None and bool((local_param.grad == 3.0).all())
 
 
 @pytest.mark.parametrize("used", [[True] * 5, [False] * 5, [False, False, True, False, False]])
@@ -192,10 +192,10 @@ def test_every_rank_finds_a_nan_where_any_ranks_gradient_was_not_finite(used: li
     ranks = owners(8, momentum, whole=True)
     assert any(not rank.shards.pieces for rank in ranks)
     for rank in ranks:
-        rank.shards.give_gradients(used, finite=False)
+        rank.shards.assign_gradients(used, finite=False)
         assert nan_somewhere(rank.optimizer)
         rank.shards.clear_gradients()
-        rank.shards.give_gradients(used, finite=True)
+        rank.shards.assign_gradients(used, finite=True)
         for bucket in rank.buckets:
             bucket.own_grads.zero_()
         assert not nan_somewhere(rank.optimizer)
@@ -207,10 +207,10 @@ def test_a_step_never_sees_the_gradient_that_stands_in_for_none(finite: bool) ->
     ranks = owners(8, momentum, whole=True)
     for rank in (each for each in ranks if not each.shards.pieces):
         before = [each.detach().clone() for each in parameters_of(rank.optimizer)]
-        rank.shards.give_gradients([True] * 5, finite=finite)
+        rank.shards.assign_gradients([True] * 5, finite=finite)
         rank.shards.begin_step()
         rank.optimizer.step()
-        rank.shards.give_gradients([True] * 5, finite=finite)  # as a closure within the step does
+        rank.shards.assign_gradients([True] * 5, finite=finite)  # as a closure within the step does
         assert all(each.grad is None for each in parameters_of(rank.optimizer))
         rank.shards.end_step()
         assert rank.optimizer.state_dict()["state"] == {}
@@ -219,7 +219,7 @@ def test_a_step_never_sees_the_gradient_that_stands_in_for_none(finite: bool) ->
 
 def test_cleared_gradients_are_gone() -> None:
     for owner in owners(8, momentum, whole=True):
-        owner.shards.give_gradients([True] * 5, finite=True)
+        owner.shards.assign_gradients([True] * 5, finite=True)
         owner.shards.clear_gradients()
         assert all(each.grad is None for each in parameters_of(owner.optimizer))
 
@@ -227,7 +227,7 @@ def test_cleared_gradients_are_gone() -> None:
 def test_pieces_are_settled_until_the_optimizer_changes_them_and_again_after_the_step() -> None:
     (owner,) = owners(1, momentum)
     shards = owner.shards
-    shards.give_gradients([True] * 5, finite=True)
+    shards.assign_gradients([True] * 5, finite=True)
     seen = [shards.settled]
     shards.begin_step()
     seen.append(shards.settled)  # a closure runs first

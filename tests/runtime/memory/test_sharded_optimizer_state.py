@@ -81,9 +81,9 @@ def test_state_moves_from_a_world_of_one_size_to_another_with_its_masters() -> N
     others = owners(2, adamw, dtype=torch.bfloat16)
     for rank in others:
         rank.optimizer.load_state_dict(rank.shards.scatter(saved))
-        for _, piece, stand_in in rank.shards.pieces:
+        for _, piece, local_param in rank.shards.pieces:
             wanted = masters[piece.parameter].view(-1)[piece.offset : piece.offset + piece.count]
-            assert torch.equal(stand_in.detach(), wanted)
+            assert torch.equal(local_param.detach(), wanted)
     assert_same_state(gathered(others)[1], saved)
 
 

@@ -6,15 +6,15 @@ from statistics import mean, stdev
 
 import pytest
 
-from stormtorch.runtime.owner.deadlines import Chances, Deadlines
+from stormtorch.runtime.owner.deadlines import Deadlines, InverseProbabilityWeights
 
 pytestmark = pytest.mark.pure
 
 
 def weighed(chance: float, steps: int, seed: int) -> list[float]:
     """Weight of a rank in each step, 0 where it is late; its chance to be in time is the same in every step."""
-    source, chances = random.Random(seed), Chances(1)
-    return [chances.weight(0, step) if source.random() < chance else 0.0 for step in range(steps)]
+    source, inverse_probability = random.Random(seed), InverseProbabilityWeights(1)
+    return [inverse_probability.weight(0, step) if source.random() < chance else 0.0 for step in range(steps)]
 
 
 @pytest.mark.parametrize("chance", [0.2, 0.35, 0.6, 0.9])
@@ -43,24 +43,24 @@ def test_inverse_of_a_measured_chance_would_be_biased() -> None:
 
 
 def test_rank_that_comes_in_every_third_step_weighs_three() -> None:
-    chances = Chances(2)
-    weights = [chances.weight(0, step) for step in range(2, 300, 3)]
+    inverse_probability = InverseProbabilityWeights(2)
+    weights = [inverse_probability.weight(0, step) for step in range(2, 300, 3)]
     assert set(weights) == {3.0}
-    assert chances.chance(0) == pytest.approx(1 / 3)
-    assert chances.chance(1) == 1.0
-    assert chances.bias == 0.0
+    assert inverse_probability.chance(0) == pytest.approx(1 / 3)
+    assert inverse_probability.chance(1) == 1.0
+    assert inverse_probability.bias == 0.0
 
 
 def test_asking_twice_in_a_step_changes_nothing() -> None:
-    chances = Chances(1)
-    assert chances.weight(0, 3) == chances.weight(0, 3) == 4.0
-    assert chances.weight(0, 4) == 2.5
+    inverse_probability = InverseProbabilityWeights(1)
+    assert inverse_probability.weight(0, 3) == inverse_probability.weight(0, 3) == 4.0
+    assert inverse_probability.weight(0, 4) == 2.5
 
 
 def test_bias_of_the_largest_weight_is_told() -> None:
-    chances = Chances(1, most=4.0)
-    assert [chances.weight(0, step) for step in (7, 15)] == [4.0, 4.0]
-    assert chances.bias == pytest.approx(0.5)
+    inverse_probability = InverseProbabilityWeights(1, most=4.0)
+    assert [inverse_probability.weight(0, step) for step in (7, 15)] == [4.0, 4.0]
+    assert inverse_probability.bias == pytest.approx(0.5)
 
 
 def test_deadline_is_known_after_three_rounds_and_follows_the_ranks() -> None:
@@ -79,8 +79,8 @@ def test_deadline_is_known_after_three_rounds_and_follows_the_ranks() -> None:
 
 def test_deadline_counts_what_it_cannot_save() -> None:
     deadlines = Deadlines(4)
-    deadlines.passed(30.0)
-    deadlines.passed(20.0)
+    deadlines.record_overhead(30.0)
+    deadlines.record_overhead(20.0)
     for _ in range(3):
         deadlines.learn({0: 1.0, 1: 1.0, 2: 1.0, 3: 1.5})
     assert deadlines.deadline_s is not None

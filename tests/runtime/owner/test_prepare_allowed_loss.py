@@ -13,7 +13,7 @@ from stormtorch import EXACT, LOSSY, BoundedDrift, ModelAveraging, Options, Reli
 from stormtorch.collectives import Group
 from stormtorch.exchange.simulated import SimulatedNetwork, SimulatedTransport
 from stormtorch.policies.policy import Policy
-from stormtorch.runtime.session.adaptive_deadline import Pressure
+from stormtorch.runtime.session.adaptive_deadline import AdaptiveDeadline
 from training import Vector, sgd
 
 pytestmark = pytest.mark.pure
@@ -35,7 +35,7 @@ def steps(policy: Policy) -> tuple[float, float, float, list[str]]:
         for step in range(QUIET + BUSY):
             if step == QUIET and transport.rank == 0:
                 for rank in range(RANKS):
-                    network.set_line(rank, up="50mbit", down="50mbit")
+                    network.set_link_rate(rank, up="50mbit", down="50mbit")
             optimizer.zero_grad()
             own(torch.ones(ELEMENTS)).backward()
             optimizer.step()
@@ -53,6 +53,7 @@ def steps(policy: Policy) -> tuple[float, float, float, list[str]]:
     return median(times[8:QUIET]), median(times[-BUSY // 2 :]), sum(late) / len(late), events
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [BoundedDrift, ModelAveraging])
 def test_steps_beside_neighbours_lose_what_is_allowed_and_take_less_time(kind: type[Policy]) -> None:
     quiet, busy, loss, _ = steps(kind())
@@ -65,16 +66,17 @@ def test_steps_beside_neighbours_lose_what_is_allowed_and_take_less_time(kind: t
     assert 0.7 * allowed < loss < 1.2 * allowed
 
 
+@pytest.mark.thorough
 def test_exact_stages_and_deadlines_of_the_user_stay_as_they_are() -> None:
     quiet, busy, loss, _ = steps(BoundedDrift(gradients=EXACT, broadcast=LOSSY, allowed_loss=0.25))
     assert loss == 0.0
     assert busy > 1.5 * quiet
-    pressure = Pressure(0.25)
+    pressure = AdaptiveDeadline(0.25)
     pressure.deadline_s = 1.0
     own = Reliability(budget=1.0, deadline_s=3.0)
     assert pressure.within(own) is own
     assert pressure.within(LOSSY, part=0.5) == Reliability(budget=1.0, deadline_s=0.5)
-    assert Pressure(None).within(LOSSY) is LOSSY
+    assert AdaptiveDeadline(None).within(LOSSY) is LOSSY
 
 
 def test_bad_fractions_are_named() -> None:

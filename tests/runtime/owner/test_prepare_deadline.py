@@ -62,9 +62,10 @@ class Trained:
         with exact(model):
             self.numbers = model.numbers.detach().clone()
         self.rows = list(optimizer.ledger)
-        self.chances: Any = session.chances
+        self.inverse_probability: Any = session.inverse_probability
 
 
+@pytest.mark.thorough
 def test_slow_rank_keeps_nobody_waiting_and_counts_as_much_as_the_others() -> None:
     steps = 160
     found = local_world(RANKS, lambda transport: Trained(transport, steps))
@@ -85,7 +86,7 @@ def test_slow_rank_keeps_nobody_waiting_and_counts_as_much_as_the_others() -> No
         often = sum(row.late.get(SLOW, 1.0) for row in each.rows) > 0.7 * steps
         assert often or any(f"rank {SLOW} is late" in event for row in each.rows for event in row.events)
         assert [row.step for row in each.rows] == list(range(steps))
-    assert found[SLOW].chances.chance(0) < 0.9
+    assert found[SLOW].inverse_probability.chance(0) < 0.9
     assert min(row.effective_batch for row in found[0].rows) == pytest.approx((RANKS - 1) / RANKS)
 
 
@@ -96,6 +97,7 @@ def test_deadline_changes_nothing_where_ranks_are_equally_fast() -> None:
     assert found[0].numbers.tolist() == pytest.approx([-20 / RANKS] * RANKS, rel=0.15)
 
 
+@pytest.mark.thorough
 def test_clipping_is_repeated_for_a_slow_rank() -> None:
     steps, most = 40, 0.05
     found = local_world(RANKS, lambda transport: Trained(transport, steps, clip=most))
@@ -179,6 +181,7 @@ class Planned(BoundedDrift):
         return 2.0 if step % 4 == 3 else 0.1
 
 
+@pytest.mark.thorough
 def test_a_policy_sets_the_deadline_of_each_step() -> None:
     steps = 12
     policy = Planned(deadline="auto", bucket_mb=1e-4)

@@ -57,6 +57,7 @@ def walk(p: float, steps: int, policy: BoundedDrift) -> list[tuple[list[torch.Te
     return on_ranks(Vector(count), make, work, policy=policy, loss=p, **SMALL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", [0.1, 0.3])
 def test_drift_of_independent_updates_is_what_theory_says(p: float) -> None:
     steps, begin = 70, 12
@@ -88,6 +89,7 @@ def test_drift_of_independent_updates_is_what_theory_says(p: float) -> None:
             assert sizes[age + 1] / sizes[age] == pytest.approx(p, rel=0.25)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("max_lag", [None, 1])
 @pytest.mark.parametrize("p", [0.1, 0.3])
 def test_drift_with_the_lead_is_within_the_bound_of_that_policy(p: float, max_lag: int | None) -> None:
@@ -106,6 +108,7 @@ def test_the_bound_holds_in_the_first_steps_too() -> None:
     assert mean([row.pair_drift for row in rows]) < 1.1 * mean([row.pair_bound for row in rows])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", [0.1, 0.3])
 def test_the_lead_is_the_mean_lag_at_the_measured_loss(p: float) -> None:
     found = walk(p, 40, BoundedDrift(ownership="elements", guard=None))
@@ -115,6 +118,7 @@ def test_the_lead_is_the_mean_lag_at_the_measured_loss(p: float) -> None:
     assert mean([row.lead for row in rows]) == pytest.approx(theory.lead(p), rel=0.1)
 
 
+@pytest.mark.thorough
 def test_where_ages_have_a_bound_the_lead_is_as_long_as_copies_then_lag() -> None:
     found = walk(0.3, 30, BoundedDrift(ownership="elements", guard=None, max_lag=1))
     rows = [row for _, ledger in found for row in list(ledger)[10:]]
@@ -152,11 +156,13 @@ def bias(lead: float) -> float:
     )
 
 
+@pytest.mark.thorough
 def test_with_the_lead_replicas_are_right_on_average() -> None:
     assert bias(0.0) == pytest.approx(theory.owner_drift(0.3), rel=0.1)
     assert abs(bias(1.0)) < 0.05
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("overlap", [True, False])
 def test_no_copy_is_older_than_the_bound(overlap: bool) -> None:
     ages = {}
@@ -168,6 +174,7 @@ def test_no_copy_is_older_than_the_bound(overlap: bool) -> None:
     assert ages[4] == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, *GRIDS], ids=str)
 def test_what_was_fetched_is_what_the_owner_sent(wire: torch.dtype) -> None:
     policy = BoundedDrift(max_lag=1, guard=None, ownership="elements", overlap=False, lead=0.0, wire=wire)

@@ -27,6 +27,7 @@ def linear() -> nn.Module:
     return nn.Linear(8, 6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("guard", [0.5, None])
 def test_a_small_model_is_neither_guarded_nor_far_ahead_because_a_datagram_is_lost(guard: float | None) -> None:
     def work(rank: Rank) -> list[Any]:
@@ -43,6 +44,7 @@ def test_a_small_model_is_neither_guarded_nor_far_ahead_because_a_datagram_is_lo
                 assert row.lead <= number / 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gradients", [LOSSY, EXACT], ids=["lossy", "exact"])
 def test_the_loss_is_measured_while_the_guard_repairs(gradients: Reliability) -> None:
     def work(rank: Rank) -> list[Any]:

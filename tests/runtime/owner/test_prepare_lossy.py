@@ -42,6 +42,7 @@ pytestmark = pytest.mark.pure
 SMALL: dict[str, Any] = {"options": Options(datagram_bytes=400)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", [0.1, 0.3])
 def test_replicas_differ_and_are_the_same_within_exact(p: float) -> None:
     def work(rank: Rank) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -82,6 +83,7 @@ VARIANTS: dict[str, Policy] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_training_under_loss_ends_about_where_it_ends_without(name: str) -> None:
     untrained, lossless = final_loss(BoundedDrift(), 0.0, steps=0), final_loss(BoundedDrift(), 0.0)
@@ -89,6 +91,7 @@ def test_training_under_loss_ends_about_where_it_ends_without(name: str) -> None
     assert final_loss(VARIANTS[name], 0.2) == pytest.approx(lossless, rel=0.1)
 
 
+@pytest.mark.thorough
 def test_horvitz_thompson_gives_every_rank_the_same_weight() -> None:
     """Rank 3 alone has a gradient of 1: the mean is 1/4, and what arrived must not change that on average."""
 
@@ -127,6 +130,7 @@ def apart(policy: Policy, steps: int) -> float:
     return float((found - found.mean(0)).square().mean())
 
 
+@pytest.mark.thorough
 def test_models_that_are_averaged_stay_together_and_gradients_that_are_do_not_keep_them_so() -> None:
     averaged = [apart(ModelAveraging(), steps) for steps in (10, 50)]
     gradients = [apart(GradientAveraging(), steps) for steps in (10, 50)]
@@ -135,6 +139,7 @@ def test_models_that_are_averaged_stay_together_and_gradients_that_are_do_not_ke
     assert gradients[1] > 10.0 * averaged[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gradients", [LOSSY, EXACT], ids=["lossy", "exact"])
 def test_the_guard_holds_as_long_as_too_much_is_lost(gradients: Reliability) -> None:
     def work(rank: Rank) -> list[bool]:

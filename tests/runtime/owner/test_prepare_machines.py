@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def by_machines(rank: Rank) -> bool:
     session = rank.optimizer.session
-    ways = session._broadcast._forwarding is not None, session._reduction._islands is not None
+    ways = session._broadcast._hierarchical is not None, session._reduction._islands is not None
     assert ways[0] == ways[1]
     return ways[0]
 
@@ -49,6 +49,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["aabb", "abab", "aabbcc", "aaabbb", "abcabc"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_without_loss_everyone_has_what_one_process_has(layout: str, overlap: bool) -> None:
@@ -67,6 +68,7 @@ def test_without_loss_everyone_has_what_one_process_has(layout: str, overlap: bo
         assert equal(each, found[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wire", WIRES)
 def test_every_wire_trains_like_the_flat_way(wire: torch.dtype) -> None:
     model = perceptron(inside=100)
@@ -93,6 +95,7 @@ def test_models_of_fewer_bits_go_by_machines(dtype: torch.dtype) -> None:
     assert not equal(found[0][0], values(perceptron().to(dtype)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy",
     [BoundedDrift(), BoundedDrift(wire=torch.int8), BoundedDrift(max_lag=1)],
@@ -128,6 +131,7 @@ def test_ranks_of_a_machine_have_the_same_stale_copies_of_what_others_own(policy
     assert differ == 12 and stale > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("max_lag", [1, 2])
 def test_no_copy_is_older_than_max_lag_on_any_rank(max_lag: int) -> None:
     def work(rank: Rank) -> list[Any]:
@@ -142,6 +146,7 @@ def test_no_copy_is_older_than_max_lag_on_any_rank(max_lag: int) -> None:
         assert sum(row.fetched for row in rows) > 0
 
 
+@pytest.mark.thorough
 def test_gradients_that_arrived_are_averaged_over_machines_without_bias() -> None:
     """Rank r has a gradient of 2**r everywhere, so a sum tells whose it has."""
     layout, world = "aabbcc", 6
@@ -195,6 +200,7 @@ class Counted:
         transport.post = post  # type: ignore[method-assign]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["aabb", "aaabbb", "aabbccdd"])
 def test_bytes_between_machines_fall_by_the_ranks_of_a_machine(layout: str) -> None:
     world, machines = len(layout), len(set(layout))
@@ -304,6 +310,7 @@ def test_over_udp_ranks_train_by_machines_as_one_process_does() -> None:
         assert_close(ours, plain(perceptron(inside=400), adamw, STEPS))
 
 
+@pytest.mark.thorough
 def test_a_rank_that_calls_exact_alone_shares_the_ages_of_its_machine_afterwards() -> None:
     def work(rank: Rank) -> list[Any]:
         found = []

@@ -112,6 +112,7 @@ def pieces_are_whole(rank: Rank) -> bool:
     return all(each.shape in shapes for group in rank.optimizer.param_groups for each in group["params"][:-1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*BY_ELEMENTS, *WHOLE])
 def test_an_optimizer_gives_what_it_gives_in_one_process(name: str) -> None:
     model = perceptron()
@@ -130,6 +131,7 @@ def test_an_optimizer_that_may_look_at_whole_parameters_is_given_whole_ones(name
     assert all(found) == (name in WHOLE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["lion", "adamw", "nadam"])
 def test_by_elements_or_by_parameters_is_the_same(name: str) -> None:
     model = perceptron()
@@ -186,6 +188,7 @@ def test_no_parameter_group_can_be_added_later() -> None:
     on_ranks(perceptron(), adamw, work)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adamw fused", "lion", "muon"])
 def test_training_under_loss_learns(name: str) -> None:
     def work(rank: Rank) -> list[float]:

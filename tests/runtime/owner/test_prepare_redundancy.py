@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stormtorch import LOSSY, BoundedDrift, Options, theory
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch.telemetry.statistics import mean
 from training import Rank, Vector, on_ranks
 
@@ -19,10 +19,12 @@ STEPS = 16
 
 
 @functools.cache
-def trained(redundancy: float | Literal["auto"], p: float = 0.4, wire: torch.dtype = torch.int8) -> list[list[Row]]:
+def trained(
+    redundancy: float | Literal["auto"], p: float = 0.4, wire: torch.dtype = torch.int8
+) -> list[list[LedgerRow]]:
     """The rows of each rank; a rank's shard has about thirty chunks of int8."""
 
-    def work(rank: Rank) -> list[Row]:
+    def work(rank: Rank) -> list[LedgerRow]:
         for _ in range(STEPS):
             rank.model.numbers.sum().backward()
             rank.optimizer.step()
@@ -36,7 +38,7 @@ def trained(redundancy: float | Literal["auto"], p: float = 0.4, wire: torch.dty
     return on_ranks(Vector(40_000), make, work, policy=policy, loss=p, **options)
 
 
-def there(rows: list[list[Row]], first: int = 0) -> tuple[float, float]:
+def there(rows: list[list[LedgerRow]], first: int = 0) -> tuple[float, float]:
     """Fractions of gradients and of parameters that were there in the end."""
     later = [row for each in rows for row in each[first:]]
     return (
@@ -45,6 +47,7 @@ def there(rows: list[list[Row]], first: int = 0) -> tuple[float, float]:
     )
 
 
+@pytest.mark.thorough
 def test_parity_brings_back_what_a_bad_network_loses() -> None:
     without, parity = trained(0.0), trained(1.1)
     assert there(without) == pytest.approx((0.6, 0.6), abs=0.04)
@@ -53,6 +56,7 @@ def test_parity_brings_back_what_a_bad_network_loses() -> None:
     assert all(row.parity_bytes > 0 and row.recovered > 0 for rows in parity for row in rows[1:])
 
 
+@pytest.mark.thorough
 def test_auto_sends_none_until_it_has_seen_losses_and_then_enough() -> None:
     rows = trained("auto")
     assert all(each[0].parity_bytes == 0 for each in rows)
@@ -63,6 +67,7 @@ def test_auto_sends_none_until_it_has_seen_losses_and_then_enough() -> None:
     assert 0.0 < max(row.lead for each in rows for row in each) < theory.lead(0.2)
 
 
+@pytest.mark.thorough
 def test_auto_sends_none_where_little_is_lost_or_the_wire_is_wide() -> None:
     for rows in (trained("auto", p=0.02), trained("auto", wire=torch.float32)):
         assert all(row.parity_bytes == 0 for each in rows for row in each)

@@ -39,6 +39,7 @@ def owned(member: Member) -> list[int]:
 # --- weights that the user gives --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ownership", ["elements", "parameters"])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_uneven_and_empty_shards_give_the_bits_of_equal_ones(ownership: Any, wire: torch.dtype) -> None:
@@ -159,10 +160,11 @@ def steps_s(member: Member, until: int) -> float:
     return float((member.network.now_s - began) / (until - first))
 
 
+@pytest.mark.thorough
 def test_a_line_that_is_thin_one_way_makes_its_rank_own_less_and_steps_shorter() -> None:
     def work(member: Member) -> Any:
         if member.rank == 0:
-            member.network.set_line(2, up="0.8mbit")
+            member.network.set_link_rate(2, up="0.8mbit")
         member.train(2)
         before_s = steps_s(member, 10)
         member.train(LEAST_STEPS + 12)
@@ -179,10 +181,11 @@ def test_a_line_that_is_thin_one_way_makes_its_rank_own_less_and_steps_shorter()
     assert_same(found[0][2], plain_without({}, LEAST_STEPS + 20, world=4, make=adamw, model=perceptron(inside=BIG)))
 
 
+@pytest.mark.thorough
 def test_equal_lines_and_a_line_thin_both_ways_keep_equal_shards() -> None:
     def work(member: Member) -> Any:
         if member.rank == 0:
-            member.network.set_line(2, up="0.8mbit", down="0.8mbit")
+            member.network.set_link_rate(2, up="0.8mbit", down="0.8mbit")
         member.train(LEAST_STEPS + 9)
         return member.session.view.number
 
@@ -192,7 +195,7 @@ def test_equal_lines_and_a_line_thin_both_ways_keep_equal_shards() -> None:
 def test_owning_nothing_makes_a_line_that_is_thin_both_ways_slower() -> None:
     def work(member: Member) -> float:
         if member.rank == 0:
-            member.network.set_line(2, up="0.8mbit", down="0.8mbit")
+            member.network.set_link_rate(2, up="0.8mbit", down="0.8mbit")
         member.train(2)
         return steps_s(member, 5)
 
@@ -202,15 +205,16 @@ def test_owning_nothing_makes_a_line_that_is_thin_both_ways_slower() -> None:
     assert nothing > 1.2 * equal
 
 
+@pytest.mark.thorough
 def test_shares_follow_when_rates_change_and_not_too_often() -> None:
     def work(member: Member) -> Any:
         if member.rank == 0:
-            member.network.set_line(1, up="0.8mbit")
+            member.network.set_link_rate(1, up="0.8mbit")
         member.train(LEAST_STEPS + 10)
         thin = owned(member)
         if member.rank == 0:
-            member.network.set_line(1)
-            member.network.set_line(3, up="0.8mbit")
+            member.network.set_link_rate(1)
+            member.network.set_link_rate(3, up="0.8mbit")
         member.train(3 * LEAST_STEPS + 16)
         return thin, owned(member), member.session.view.number, member.values()
 
@@ -223,6 +227,7 @@ def test_shares_follow_when_rates_change_and_not_too_often() -> None:
     assert_same(found[0][3], expected)
 
 
+@pytest.mark.thorough
 def test_a_slow_processor_owns_less() -> None:
     def work(member: Member) -> Any:
         if member.rank == 1:
@@ -244,17 +249,18 @@ def test_a_slow_processor_owns_less() -> None:
     assert found[1] < 0.5 * found[0] and found[1] < 0.5 * found[2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_death_while_shards_are_cut_anew_leaves_the_others_exact(victim: int) -> None:
     at = LEAST_STEPS + 4  # the step at which the lowest rank asks
 
     def work(member: Member) -> Any:
         if member.rank == 0:
-            member.network.set_line(2, up="0.8mbit")
+            member.network.set_link_rate(2, up="0.8mbit")
         while member.session.steps < 2 * LEAST_STEPS + 8:
             asked = any("asks for a view" in event for event in member.session._row.events)
             if member.rank == victim and (asked or member.session.steps > at):
-                member.network.set_dark(victim, True)
+                member.network.set_unreachable(victim, True)
                 return None
             member.step(member.session.steps)
         return member.values(), member.session.view, member.events()

@@ -8,8 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stormtorch import BoundedDrift
-from stormtorch.runtime.memory.layout import PARTS, plan, recut
-from stormtorch.runtime.owner.shard_sizing import LEAST_STEPS, Shares, Speed, Speedometer, by_machine, rounded, speed_of
+from stormtorch.runtime.memory.layout import SHARE_UNITS, plan, repartition
+from stormtorch.runtime.owner.shard_sizing import (
+    LEAST_STEPS,
+    ShardSizing,
+    Speed,
+    SpeedMeter,
+    indices_by_machine,
+    parse_speed,
+    rounded,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -17,23 +25,23 @@ FAST, THIN = Speed(1e6, 1e6), Speed(1e5, 1e6)
 ALONE = [[0], [1], [2], [3]]
 
 
-def shares(shards: Any = "rate", standbys: int = 0) -> Shares:
-    return Shares(BoundedDrift(shards=shards), 1e6, standbys, 4, lambda rank: rank)
+def shares(shards: Any = "rate", standbys: int = 0) -> ShardSizing:
+    return ShardSizing(BoundedDrift(shards=shards), 1e6, standbys, 4, lambda rank: rank)
 
 
 @given(
     counts=st.lists(st.integers(1, 400), min_size=1, max_size=6),
     weights=st.lists(st.floats(0.0, 10.0), min_size=2, max_size=5).filter(lambda each: sum(each) > 0.1),
     whole=st.booleans(),
-    turn=st.integers(0, 4),
+    first_owner=st.integers(0, 4),
 )
 def test_shards_of_any_shares_cover_every_element_once(
-    counts: list[int], weights: list[float], whole: bool, turn: int
+    counts: list[int], weights: list[float], whole: bool, first_owner: int
 ) -> None:
     owners, parts = len(weights), rounded(weights)
-    assert parts is None or (sum(parts) == PARTS and min(parts) >= 0)
+    assert parts is None or (sum(parts) == SHARE_UNITS and min(parts) >= 0)
     for layout in plan(counts, 4, 1e9, owners, whole=whole):
-        cut = recut(layout, 4, owners, whole=whole, turn=turn % owners, parts=parts)
+        cut = repartition(layout, 4, owners, whole=whole, first_owner=first_owner % owners, parts=parts)
         ends = sorted((first, first + count) for first, count in cut.spans if count)
         assert [end for _, end in ends[:-1]] == [begin for begin, _ in ends[1:]]
         assert ends[0][0] == 0 and ends[-1][1] == cut.elements
@@ -42,15 +50,17 @@ def test_shards_of_any_shares_cover_every_element_once(
             if whole and count:
                 assert first in borders and first + count in borders
             if not whole and parts is not None:
-                assert abs(count - cut.elements * parts[place] / PARTS) <= 32
+                assert abs(count - cut.elements * parts[place] / SHARE_UNITS) <= 32
                 assert count == 0 or parts[place] > 0 or first + count == cut.elements
 
 
 def test_all_ranks_cut_alike_and_small_gains_change_nothing() -> None:
     told = {0: FAST, 1: THIN, 2: FAST, 3: FAST}
     thin = shares().decide((0, 1, 2, 3), told, {}, ALONE)
-    assert thin is not None and thin[1] < 0.2 * PARTS / 4 and thin == shares().decide((0, 1, 2, 3), told, {}, ALONE)
-    kept = {rank: part / PARTS for rank, part in enumerate(thin)}
+    assert (
+        thin is not None and thin[1] < 0.2 * SHARE_UNITS / 4 and thin == shares().decide((0, 1, 2, 3), told, {}, ALONE)
+    )
+    kept = {rank: part / SHARE_UNITS for rank, part in enumerate(thin)}
     slightly = {**told, 1: Speed(1.05e5, 1e6), 2: Speed(0.97e6, 1e6)}
     assert shares().decide((0, 1, 2, 3), slightly, kept, ALONE) == thin
     assert shares().decide((0, 1, 2, 3), dict.fromkeys(range(4), FAST), kept, ALONE) is None
@@ -81,11 +91,11 @@ def test_weights_follow_ranks_through_views() -> None:
 
 
 def test_ranks_of_one_machine_share_its_line() -> None:
-    machines = by_machine((0, 1, 2, 3), {0: "a", 1: "b", 2: "a", 3: "b"}, hierarchy=True)
+    machines = indices_by_machine((0, 1, 2, 3), {0: "a", 1: "b", 2: "a", 3: "b"}, hierarchy=True)
     assert machines == [[0, 2], [1, 3]]
-    assert by_machine((0, 1, 2, 3), {0: "a", 1: "b", 2: "a", 3: "b"}, hierarchy=False) == ALONE
-    assert by_machine((0, 1, 2), {0: "a", 1: "b", 2: "a"}, hierarchy=True) == ALONE[:3]
-    assert by_machine((0, 1), {0: "a"}, hierarchy=True) == ALONE[:2]
+    assert indices_by_machine((0, 1, 2, 3), {0: "a", 1: "b", 2: "a", 3: "b"}, hierarchy=False) == ALONE
+    assert indices_by_machine((0, 1, 2), {0: "a", 1: "b", 2: "a"}, hierarchy=True) == ALONE[:3]
+    assert indices_by_machine((0, 1), {0: "a"}, hierarchy=True) == ALONE[:2]
     six = [[0, 3], [1, 4], [2, 5]]
     found = shares().decide(range(6), {rank: THIN if rank in (1, 4) else FAST for rank in range(6)}, {}, six)
     assert found is not None and abs(found[1] - found[4]) <= 1 and found[1] < 0.3 * found[0]
@@ -107,13 +117,13 @@ def test_a_rank_asks_once_per_view_after_a_while_and_less_often_if_rates_keep_ch
 
 
 def test_what_makes_no_sense_is_unknown() -> None:
-    assert speed_of([1.0, 2.0, 0.5]) == Speed(1.0, 2.0, 0.5)
+    assert parse_speed([1.0, 2.0, 0.5]) == Speed(1.0, 2.0, 0.5)
     for wrong in (None, [], [1.0], [math.nan, 1.0, 0.0], [1.0, math.inf, 0.0], [-1.0, 1.0, 0.0]):
-        assert not speed_of(wrong).known
+        assert not parse_speed(wrong).known
 
 
 def test_one_burst_is_no_speed() -> None:
     peaks = iter([(0.0, 0.0, 0.0), (10.0, 20.0, 30.0), (0.0, 21.0, 29.0), (99.0, 19.0, 30.0), (11.0, 0.0, 0.0)])
-    meter = Speedometer(lambda: next(peaks))
+    meter = SpeedMeter(lambda: next(peaks))
     assert [meter.read() for _ in range(5)][-1] == Speed(11.0, 20.0)
-    assert not Speedometer(lambda: (0.0, 0.0, 0.0)).read().known
+    assert not SpeedMeter(lambda: (0.0, 0.0, 0.0)).read().known

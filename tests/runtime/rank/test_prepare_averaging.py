@@ -116,6 +116,7 @@ def test_a_checkpoint_has_the_mean_model_and_every_rank_goes_on_with_it() -> Non
         assert_same(ours, found[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 @pytest.mark.parametrize("unscaling", [True, False], ids=["unscaled to clip", "as it is"])
 @pytest.mark.parametrize("policy", [ModelAveraging(every=100), ModelAveraging(every=2), GradientAveraging()])

@@ -32,6 +32,7 @@ def checkpoint(of: Any) -> dict[str, Any]:
     return copy.deepcopy({"model": of.model.state_dict(), "optimizer": of.optimizer.state_dict()})
 
 
+@pytest.mark.thorough
 @by_policy
 @pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")], ids=["model first", "model last"])
 def test_training_goes_on_bit_for_bit_from_a_checkpoint(policy: RankPolicy, order: tuple[str, str]) -> None:
@@ -54,6 +55,7 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(policy: RankPolicy, orde
         assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["MIFA", "AREA"])
 @pytest.mark.parametrize("world", [WORLD, 2])
 def test_checkpoint_of_one_rank_alone_is_counted_once(name: str, world: int, caplog: pytest.LogCaptureFixture) -> None:

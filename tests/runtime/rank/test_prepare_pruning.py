@@ -134,6 +134,7 @@ def without_us(make: MakeOptimizer, keep: float, dying: tuple[int, int] = (0, ST
     return values(model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [sgd, adamw, spreading], ids=["sgd", "adamw", "whole parameters"])
 def test_owners_train_as_one_process_does_that_prunes(make: MakeOptimizer) -> None:
     def work(transport: Any, model: Any, optimizer: Any) -> list[torch.Tensor]:
@@ -147,6 +148,7 @@ def test_owners_train_as_one_process_does_that_prunes(make: MakeOptimizer) -> No
         assert_same(ours, without_us(make, 0.5))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [sgd, adamw, spreading], ids=["sgd", "adamw", "whole parameters"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_what_is_pruned_is_the_same_everywhere_and_stays_zero(policy: Policy, make: MakeOptimizer) -> None:
@@ -182,7 +184,7 @@ def test_ranks_that_share_machines_train_as_one_process_does_that_prunes(monkeyp
     def work(transport: Any, model: Any, optimizer: Any) -> list[torch.Tensor]:
         train(model, optimizer, transport.rank, range(HALF))
         prune(model, keep=0.5)
-        assert optimizer.session._broadcast._forwarding is not None
+        assert optimizer.session._broadcast._hierarchical is not None
         train(model, optimizer, transport.rank, range(HALF, STEPS))
         optimizer.session.wait()
         return values(model)
@@ -212,6 +214,7 @@ def sent_per_step(policy: Policy, keep: float | None, standbys: int, world: int)
     return sum(SimulatedNetwork(world, seed=1).run(work)) / 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 3], ids=["no standby", "standby"])
 @pytest.mark.parametrize(
     "policy",
@@ -243,6 +246,7 @@ def test_lost_datagrams_over_loopback_leave_pruned_weights_zero() -> None:
         assert arrived < 0.95
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("victim", range(WORLD))
 def test_the_standby_of_a_dead_owner_has_pruned_what_the_owner_had(victim: int) -> None:
     def work(transport: Any, model: Any, optimizer: Any) -> list[torch.Tensor] | None:
@@ -251,7 +255,7 @@ def test_the_standby_of_a_dead_owner_has_pruned_what_the_owner_had(victim: int) 
         for step in range(HALF, STEPS):
             if (step, transport.rank) == (STEPS - 1, victim):
                 optimizer.session.wait()
-                transport.network.set_dark(victim, True)
+                transport.network.set_unreachable(victim, True)
                 return None
             train(model, optimizer, transport.rank, range(step, step + 1))
         with exact(model):
@@ -271,7 +275,7 @@ def test_those_who_live_go_on_pruned_when_a_rank_dies(policy: Policy) -> None:
         for step in range(HALF, STEPS):
             if (step, transport.rank) == (5, 1):
                 optimizer.session.wait()
-                transport.network.set_dark(1, True)
+                transport.network.set_unreachable(1, True)
                 return None
             train(model, optimizer, transport.rank, range(step, step + 1))
         assert optimizer.session.view.members == (0, 2, 3)
@@ -293,7 +297,7 @@ def test_a_rank_that_a_death_keeps_from_pruning_clears_its_state_when_it_gets_th
     def broken(sessions: Any, *others: Any) -> Any:
         masks, transport = agreed(sessions, *others), sessions[0].group.transport
         if transport.rank == victim:
-            transport.network.set_dark(victim, True)
+            transport.network.set_unreachable(victim, True)
             raise Gone
         if transport.rank == late and sessions[0].view.number == 1:
             raise Interrupted  # what the victim told has not come here

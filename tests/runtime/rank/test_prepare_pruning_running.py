@@ -13,7 +13,7 @@ import torch
 from test_prepare_pruning import model_of, train, zeros_of
 from torch import nn
 
-from machine_job import Job
+from machine_job import MachineJob
 from machine_rank import How, Rank
 from returning import with_a_rank_that_returns
 from stormtorch import EXACT, BoundedDrift, GradientAveraging, ModelAveraging, Policy, prepare, prune
@@ -68,9 +68,10 @@ def wait_for_all(rank: Rank, step: int) -> None:
 
 def tell_masks(rank: Rank, step: int) -> None:
     if step == STEPS - 1:
-        rank.tell(masks=[zlib.crc32(each.kept.numpy().tobytes()) for each in rank.session.buckets])
+        rank.report(masks=[zlib.crc32(each.kept.numpy().tobytes()) for each in rank.session.buckets])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy",
     # Lossy means are added up as they come, and nothing brings replicas together that differ by rounding.
@@ -80,12 +81,12 @@ def tell_masks(rank: Rank, step: int) -> None:
 def test_a_rank_that_returns_at_the_very_step_of_the_pruning_waits_for_nobody(policy: Policy, tmp_path: Path) -> None:
     """Its program prunes at that step as those of the others do, which have done so before it came."""
     how = How(steps=STEPS, silence_s=30.0, policy=policy, before=prune_at, within=wait_for_all, after=tell_masks)
-    with Job(tmp_path, how, {2: replace(how, before=prune_and_die)}) as job:
+    with MachineJob(tmp_path, how, {2: replace(how, before=prune_and_die)}) as job:
         assert job.ranks[2].end() == -signal.SIGKILL
         job.ranks[2] = job.start(2, how)
         assert [each.end() for each in job.ranks] == [0, 0, 0]
         for each in job.ranks:
-            assert each.told("masks") == job.ranks[0].told("masks") != []
-            assert each.told("values") == job.ranks[0].told("values")
-            assert each.told("members") == [[0, 1, 2]]
-        assert job.ranks[2].told("begins_at") in ([AT], [AT + 1])
+            assert each.reported("masks") == job.ranks[0].reported("masks") != []
+            assert each.reported("values") == job.ranks[0].reported("values")
+            assert each.reported("members") == [[0, 1, 2]]
+        assert job.ranks[2].reported("begins_at") in ([AT], [AT + 1])

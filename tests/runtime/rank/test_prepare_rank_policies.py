@@ -88,6 +88,7 @@ class Ones(nn.Module):
         self.numbers = nn.Parameter(torch.ones(2000))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("wire", WIRES)
 def test_updates_below_the_rounding_of_the_wire_are_not_lost(ranks: int, wire: torch.dtype) -> None:
@@ -109,7 +110,7 @@ def test_exact_is_the_mean_of_those_that_live(every: int, overlap: bool) -> None
     def work(transport: Any, model: nn.Module, optimizer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         for step in range(8):
             if step == 4 and transport.rank == 3:
-                transport.network.set_dark(3, True)
+                transport.network.set_unreachable(3, True)
                 return None
             regression(model, vectors(transport.rank, step)).backward()
             optimizer.step()

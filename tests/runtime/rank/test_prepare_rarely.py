@@ -91,6 +91,7 @@ def on_real(policy: Policy, steps: int, world: int = 4, **network: Any) -> list[
     return on_ranks(perceptron(), sgd, work, policy=policy, world=world, **network)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy",
     [
@@ -296,6 +297,7 @@ def test_a_sparse_exchange_of_everything_in_more_bits_is_local_sgd() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1 / 256, atol=2e-3)
 
 
+@pytest.mark.thorough
 def test_what_a_sparse_message_leaves_out_or_loses_stays_in_the_error() -> None:
     policy = SparseDiLoCo(every=1, decay=1.0, keep=8, answer=64, block=64)
 
@@ -343,6 +345,7 @@ def test_slower_ranks_make_fewer_steps_and_count_for_less() -> None:
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy",
     [

@@ -17,7 +17,7 @@ from test_recorder import train
 from stormtorch import BoundedDrift
 from stormtorch.runtime.recording import metrics_server, recorder
 from stormtorch.runtime.recording.metrics_server import MetricsServer
-from stormtorch.telemetry.ledger import Ledger, Row
+from stormtorch.telemetry.ledger import Ledger, LedgerRow
 from stormtorch.udp.udp import UdpTransport
 
 
@@ -125,15 +125,15 @@ class Run:
 def test_a_ledger_logs_its_rows_and_goes_on_when_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     ledger, run = Ledger(), Run()
     ledger.to_wandb(run)
-    ledger.add(Row(3, gradients={1: 0.5}, gradient_wait_s=0.25))
+    ledger.add(LedgerRow(3, gradients={1: 0.5}, gradient_wait_s=0.25))
     assert run.defined == ["storm/step over None", "storm/* over storm/step"]
     assert run.logged[0]["storm/step"] == 3
     assert run.logged[0]["storm/gradients/from_1"] == 0.5
     assert run.logged[0]["storm/gradient_wait_s"] == 0.25
     run.fails = True
     with caplog.at_level(logging.WARNING, "stormtorch"):
-        ledger.add(Row(4))
-        ledger.add(Row(5))
+        ledger.add(LedgerRow(4))
+        ledger.add(LedgerRow(5))
     assert caplog.text.count("cannot log rows to Weights & Biases: gone") == 1
     assert len(ledger) == 3
 
@@ -147,7 +147,7 @@ def test_weights_and_biases_takes_the_rows_offline(tmp_path: Path, monkeypatch: 
     ledger = Ledger()
     ledger.to_wandb(run)
     for step in range(3):
-        ledger.add(Row(step, gradients={1: 0.5}, bytes_sent=10 * step))
+        ledger.add(LedgerRow(step, gradients={1: 0.5}, bytes_sent=10 * step))
     # The next row sends the one before it.
     run.log({})
     assert run.summary["storm/step"] == 2

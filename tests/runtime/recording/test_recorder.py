@@ -24,9 +24,9 @@ from stormtorch.runtime.recording import record_making, recorder
 from stormtorch.runtime.recording.record_file import RecordFile
 from stormtorch.runtime.recording.status import status_text
 from stormtorch.telemetry import line_file
-from stormtorch.telemetry.ledger import Ledger, Row
+from stormtorch.telemetry.ledger import Ledger, LedgerRow
 from stormtorch.telemetry.record_files import Folder, read_run
-from stormtorch.telemetry.records import Record, Who
+from stormtorch.telemetry.records import ProcessId, Record
 from stormtorch.udp import leaving
 from stormtorch.udp.udp import UdpTransport
 
@@ -112,22 +112,23 @@ def test_the_first_record_says_who_tells_however_quick_the_thread_is() -> None:
     def work(transport: UdpTransport) -> None:
         quick = recorder.Recorder(transport, every_s=0.01)
         time.sleep(0.2)
-        assert quick.tell(0)[1] == []
+        assert quick.report(0)[1] == []
         optimizer = train(transport, BoundedDrift(), 3)
         assert optimizer.session.recorder is quick
-        assert json.loads(quick.tell(0)[1][0])["kind"] == "rank"
+        assert json.loads(quick.report(0)[1][0])["kind"] == "rank"
 
     local_world(2, work)
 
 
+@pytest.mark.thorough
 def test_records_tell_how_the_network_looks_while_no_step_ends() -> None:
     def work(transport: UdpTransport) -> dict[str, Record]:
         optimizer = train(transport, BoundedDrift(), 2)
-        before = optimizer.session.recorder.tell(0)[0]["next"]
+        before = optimizer.session.recorder.report(0)[0]["next"]
         if transport.rank == 0:
             time.sleep(0.6)
         train_on(optimizer)
-        told = [json.loads(line) for line in optimizer.session.recorder.tell(before)[1]]
+        told = [json.loads(line) for line in optimizer.session.recorder.report(before)[1]]
         return {each["kind"]: each for each in told if each["kind"] == "links" and each["waits"]}
 
     def train_on(optimizer: Any) -> None:
@@ -147,8 +148,8 @@ def test_a_rank_that_leaves_says_so_and_the_others_tell_of_the_view_without_it(t
         optimizer = train(transport, BoundedDrift(), 3)
         optimizer.session.record(tmp_path)
         if transport.rank == 2:
-            leaving._ask_out(transport)
-            leaving.hand_all_over(transport)
+            leaving._request_leave(transport)
+            leaving.transfer_all(transport)
             return
         while len(optimizer.session.view.members) == 3 or optimizer.session.steps < 8:
             optimizer.session.model(torch.randn(4, 8)).square().mean().backward()
@@ -176,7 +177,7 @@ def test_an_answer_is_bounded_and_the_next_one_goes_on(monkeypatch: pytest.Monke
             told_by._add({"kind": "event", "time": 1.0, "step": number, "text": "x" * 300})
         since, found, answers = 0, [], 0
         while True:
-            told, lines = told_by.tell(since)
+            told, lines = told_by.report(since)
             assert sum(map(len, lines)) < 10_000
             found += [json.loads(line) for line in lines]
             since, answers = told["next"], answers + 1
@@ -188,7 +189,7 @@ def test_an_answer_is_bounded_and_the_next_one_goes_on(monkeypatch: pytest.Monke
         assert kept == list(range(kept[0], kept[0] + len(kept)))
         assert {each["step"] for each in of_kind(found, "event")} <= set(range(30, 50))
         for strange in (-5, 10**9):
-            assert told_by.tell(strange)[1]
+            assert told_by.report(strange)[1]
 
     local_world(2, work)
 
@@ -208,7 +209,7 @@ def test_a_simulated_network_makes_no_records(tmp_path: Path) -> None:
 def test_a_full_disk_delays_records_and_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = RecordFile(tmp_path, Who(3, 0, 1))
+    file = RecordFile(tmp_path, ProcessId(3, 0, 1))
     full = True
 
     def add(_self: object, lines: bytes) -> OSError | None:
@@ -248,7 +249,7 @@ def test_a_device_that_is_full_ends_no_training(caplog: pytest.LogCaptureFixture
 def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ValueError, match=r"rank 0: cannot write records to .*taken.*STORM_RECORD"):
-        RecordFile(tmp_path / "taken", Who(0, 0, 1))
+        RecordFile(tmp_path / "taken", ProcessId(0, 0, 1))
 
 
 @pytest.mark.parametrize("text", ["often", "0", "-1", "nan", "1e9"])
@@ -321,8 +322,10 @@ def test_an_optimizer_that_steps_alone_from_now_on_is_still_recorded(
 @pytest.mark.pure
 def test_rows_are_summed_up() -> None:
     rows = [
-        Row(4, gradients={1: 0.5}, gradient_wait_s=0.25, bytes_sent=10, pair_drift=None, fetched=1),
-        Row(5, gradients={1: 1.0, 2: 0.0}, gradient_wait_s=0.5, bytes_sent=5, pair_drift=0.5, guarded=True, lag={2: 1}),
+        LedgerRow(4, gradients={1: 0.5}, gradient_wait_s=0.25, bytes_sent=10, pair_drift=None, fetched=1),
+        LedgerRow(
+            5, gradients={1: 1.0, 2: 0.0}, gradient_wait_s=0.5, bytes_sent=5, pair_drift=0.5, guarded=True, lag={2: 1}
+        ),
     ]
     record = record_making.steps_record(rows, {1: 7}, when=1.0, steps=2, seconds=1.5)
     assert record["gradients"] == {"7": 0.75, "2": 0.0}
@@ -335,10 +338,10 @@ def test_a_copy_of_a_ledger_calls_nobody(tmp_path: Path) -> None:
     import copy
 
     ledger, seen = Ledger(), list[int]()
-    callback: Callable[[Row], object] = lambda row: seen.append(row.step)  # noqa: E731
+    callback: Callable[[LedgerRow], object] = lambda row: seen.append(row.step)  # noqa: E731
     ledger.on_row(callback)
-    copy.deepcopy(ledger).add(Row(1))
-    ledger.add(Row(2))
+    copy.deepcopy(ledger).add(LedgerRow(1))
+    ledger.add(LedgerRow(2))
     assert seen == [2]
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from stormtorch.collectives import Group, broadcast
 from stormtorch.exchange.exchange import Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
-from stormtorch.exchange.waiting import attends
+from stormtorch.exchange.waiting import serves_collectives
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.layout import plan
-from stormtorch.runtime.session.parameter_barrier import Gate
+from stormtorch.runtime.session.parameter_barrier import ParameterBarrier
 
 pytestmark = pytest.mark.pure
 
@@ -53,14 +53,18 @@ class Diary:
         self.passed += 1
 
 
-def gate_of(model: nn.Module, *, overlap: bool = True, bucket_bytes: float = ONE_EACH) -> tuple[Gate, Diary]:
+def barrier_of(
+    model: nn.Module, *, overlap: bool = True, bucket_bytes: float = ONE_EACH
+) -> tuple[ParameterBarrier, Diary]:
     diary = Diary()
-    return Gate(model, buckets_of(model, bucket_bytes), diary.receive, diary.pass_by, overlap=overlap), diary
+    return ParameterBarrier(
+        model, buckets_of(model, bucket_bytes), diary.receive, diary.pass_by, overlap=overlap
+    ), diary
 
 
-def passage(gate: Gate, diary: Diary) -> tuple[bool, int]:
+def passage(barrier: ParameterBarrier, diary: Diary) -> tuple[bool, int]:
     """Whether the gate is open, and how often it was passed."""
-    return gate.is_open, diary.passed
+    return barrier.is_open, diary.passed
 
 
 # --- which buckets are waited for, and when ---------------------------------------------------------------------------
@@ -68,104 +72,104 @@ def passage(gate: Gate, diary: Diary) -> tuple[bool, int]:
 
 def test_a_gate_is_open_before_the_first_step() -> None:
     model = three_layers()
-    gate, diary = gate_of(model)
-    assert gate.is_open
+    barrier, diary = barrier_of(model)
+    assert barrier.is_open
     model(torch.ones(1, 4))
-    gate.open()
+    barrier.open()
     assert diary.received == []
     assert diary.passed == 0
 
 
 def test_a_layer_waits_for_its_own_parameters_before_it_runs_and_for_no_others() -> None:
     model = three_layers()
-    gate, diary = gate_of(model)
-    gate.close()
-    assert passage(gate, diary) == (False, 0)
+    barrier, diary = barrier_of(model)
+    barrier.close()
+    assert passage(barrier, diary) == (False, 0)
     assert diary.received == []
     model[0](torch.ones(1, 4))
     assert diary.received == [5, 4]
     model[4](torch.ones(1, 5))
     assert diary.received == [5, 4, 1, 0]
-    assert passage(gate, diary) == (False, 0)
+    assert passage(barrier, diary) == (False, 0)
     model[2](torch.ones(1, 5))
     assert diary.received == [5, 4, 1, 0, 3, 2]
-    assert passage(gate, diary) == (True, 1)
+    assert passage(barrier, diary) == (True, 1)
 
 
 def test_a_forward_receives_in_the_order_in_which_layers_run() -> None:
     model = three_layers()
-    gate, diary = gate_of(model)
-    gate.close()
+    barrier, diary = barrier_of(model)
+    barrier.close()
     model(torch.ones(1, 4))
     assert diary.received == [5, 4, 3, 2, 1, 0]
 
 
 def test_a_layer_computes_with_what_it_waited_for() -> None:
     model = three_layers()
-    gate, diary = gate_of(model)
+    barrier, diary = barrier_of(model)
     diary.on_receive = lambda bucket: bucket.flat.zero_()
-    gate.close()
+    barrier.close()
     assert torch.equal(model(torch.ones(3, 4)), torch.zeros(3, 2))
 
 
 def test_every_bucket_is_received_once_per_step() -> None:
     model = three_layers()
-    gate, diary = gate_of(model)
+    barrier, diary = barrier_of(model)
     for step in range(1, 4):
-        gate.close()
+        barrier.close()
         for _ in range(3):  # as with accumulated gradients
             model(torch.ones(1, 4))
-        gate.open()
+        barrier.open()
         assert sorted(diary.received) == sorted([*range(6)] * step)
         assert diary.passed == step
 
 
 def test_open_without_indices_waits_for_all_that_is_left_the_first_layer_first() -> None:
     model = three_layers()
-    gate, diary = gate_of(model)
-    gate.close()
+    barrier, diary = barrier_of(model)
+    barrier.close()
     model[2](torch.ones(1, 5))
-    gate.open()
+    barrier.open()
     assert diary.received == [3, 2, 5, 4, 1, 0]
     assert diary.passed == 1
 
 
 def test_open_with_indices_waits_for_these_alone() -> None:
-    gate, diary = gate_of(three_layers())
-    gate.close()
-    gate.open([2])
-    gate.open([2, 4])
+    barrier, diary = barrier_of(three_layers())
+    barrier.close()
+    barrier.open([2])
+    barrier.open([2, 4])
     assert diary.received == [2, 4]
-    assert passage(gate, diary) == (False, 0)
+    assert passage(barrier, diary) == (False, 0)
 
 
 def test_parameters_that_share_a_bucket_are_waited_for_together() -> None:
     model = three_layers()
-    gate, diary = gate_of(model, bucket_bytes=1e6)
-    gate.close()
+    barrier, diary = barrier_of(model, bucket_bytes=1e6)
+    barrier.close()
     model[4](torch.ones(1, 5))
     assert diary.received == [0]
-    assert passage(gate, diary) == (True, 1)
+    assert passage(barrier, diary) == (True, 1)
 
 
 def test_a_module_that_reads_its_childrens_parameters_waits_for_those_too() -> None:
     # In evaluation, MultiheadAttention gives out_proj's weight to one kernel and never calls the module out_proj.
     model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
-    gate, diary = gate_of(model)
-    gate.close()
+    barrier, diary = barrier_of(model)
+    barrier.close()
     given = torch.ones(1, 3, 8)
     with torch.no_grad():
         model(given, given, given)
     assert sorted(diary.received) == [0, 1, 2, 3]
-    assert gate.is_open
+    assert barrier.is_open
 
 
 def test_parameters_that_no_bucket_has_are_not_waited_for() -> None:
     model = three_layers()
     for parameter in model[2].parameters():
         parameter.requires_grad = False
-    gate, diary = gate_of(model)
-    gate.close()
+    barrier, diary = barrier_of(model)
+    barrier.close()
     model[2](torch.ones(1, 5))
     assert diary.received == []
     model(torch.ones(1, 4))
@@ -177,10 +181,10 @@ def test_parameters_that_no_bucket_has_are_not_waited_for() -> None:
 
 def test_without_overlap_closing_waits_for_all_and_modules_for_nothing() -> None:
     model = three_layers()
-    gate, diary = gate_of(model, overlap=False)
-    gate.close()
+    barrier, diary = barrier_of(model, overlap=False)
+    barrier.close()
     assert diary.received == [5, 4, 3, 2, 1, 0]
-    assert passage(gate, diary) == (True, 1)
+    assert passage(barrier, diary) == (True, 1)
     model(torch.ones(1, 4))
     assert len(diary.received) == 6
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -193,24 +197,24 @@ def test_a_model_that_was_compiled_before_does_not_overlap(way: str) -> None:
         model = torch.compile(model, backend="eager")
     else:
         model[0].compile(backend="eager")  # a part is enough
-    gate, diary = gate_of(model)
-    assert not gate.overlap
-    gate.close()
-    assert gate.is_open and len(diary.received) == 6
+    barrier, diary = barrier_of(model)
+    assert not barrier.overlap
+    barrier.close()
+    assert barrier.is_open and len(diary.received) == 6
 
 
 def test_compiling_a_prepared_model_waits_for_all_and_ends_the_overlap() -> None:
     model = three_layers()
-    gate, diary = gate_of(model)
-    gate.close()
+    barrier, diary = barrier_of(model)
+    barrier.close()
     try:
         compiled = torch.compile(model, backend="eager")
         expected = [each.clone() for each in model.parameters()]
         out = compiled(torch.ones(1, 4))
-        assert gate.is_open and sorted(diary.received) == [0, 1, 2, 3, 4, 5]
+        assert barrier.is_open and sorted(diary.received) == [0, 1, 2, 3, 4, 5]
         assert all(map(torch.equal, expected, model.parameters()))
-        gate.close()
-        assert passage(gate, diary) == (True, 2)
+        barrier.close()
+        assert passage(barrier, diary) == (True, 2)
         assert torch.equal(compiled(torch.ones(1, 4)), out)
     finally:
         torch.compiler.reset()
@@ -220,96 +224,96 @@ def test_parameters_used_behind_the_gates_back_end_the_overlap_and_are_warned_of
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = three_layers()
-    gate, diary = gate_of(model)
-    gate.close()
+    barrier, diary = barrier_of(model)
+    barrier.close()
     with caplog.at_level(logging.WARNING, "stormtorch"):
-        gate.used(5)
-        gate.used(4)
-    assert not gate.overlap
+        barrier.used(5)
+        barrier.used(4)
+    assert not barrier.overlap
     (said,) = caplog.messages
     assert "used before they had arrived" in said and "overlap=False" in said
-    gate.open()
-    gate.close()
-    assert passage(gate, diary) == (True, 2)
+    barrier.open()
+    barrier.close()
+    assert passage(barrier, diary) == (True, 2)
 
 
 def test_parameters_used_after_they_arrived_are_nothing_to_tell_of(caplog: pytest.LogCaptureFixture) -> None:
     model = three_layers()
-    gate, _ = gate_of(model)
-    gate.close()
+    barrier, _ = barrier_of(model)
+    barrier.close()
     model[0](torch.ones(1, 4))
-    gate.used(5)
-    gate.used(4)
-    assert gate.overlap and caplog.messages == []
+    barrier.used(5)
+    barrier.used(4)
+    assert barrier.overlap and caplog.messages == []
 
 
 # --- while it waits ---------------------------------------------------------------------------------------------------
 
 
 def test_the_gate_is_not_open_while_the_last_bucket_arrives() -> None:
-    gate, diary = gate_of(three_layers(), bucket_bytes=1e6)
+    barrier, diary = barrier_of(three_layers(), bucket_bytes=1e6)
     seen = []
-    diary.on_receive = lambda bucket: seen.append(gate.is_open)
-    gate.close()
-    gate.open()
+    diary.on_receive = lambda bucket: seen.append(barrier.is_open)
+    barrier.close()
+    barrier.open()
     assert seen == [False]
-    assert gate.is_open
+    assert barrier.is_open
 
 
 def test_a_rank_takes_part_in_what_others_begin_while_a_module_waits() -> None:
     model = three_layers()
-    gate, diary = gate_of(model)
+    barrier, diary = barrier_of(model)
     seen = []
-    diary.on_receive = lambda bucket: seen.append(attends())
-    gate.close()
+    diary.on_receive = lambda bucket: seen.append(serves_collectives())
+    barrier.close()
     model(torch.ones(1, 4))
     assert seen == [True] * 6
-    assert not attends()
+    assert not serves_collectives()
 
 
 def test_waiting_is_added_up_until_the_gate_closes_again() -> None:
     model = three_layers()
-    gate, diary = gate_of(model)
+    barrier, diary = barrier_of(model)
     diary.on_receive = lambda bucket: time.sleep(0.01)
-    gate.close()
+    barrier.close()
     model[0](torch.ones(1, 4))
-    one_layer = gate.waited_s
+    one_layer = barrier.waited_s
     assert one_layer >= 0.02
-    gate.open()
-    assert gate.waited_s >= one_layer + 0.04
-    gate.close()
-    assert gate.waited_s == 0.0
+    barrier.open()
+    assert barrier.waited_s >= one_layer + 0.04
+    barrier.close()
+    assert barrier.waited_s == 0.0
 
 
 def test_an_error_of_a_bucket_goes_to_the_caller_and_the_others_can_still_be_waited_for() -> None:
     model = three_layers()
-    gate, diary = gate_of(model)
+    barrier, diary = barrier_of(model)
 
     def fail(bucket: Bucket) -> None:
         raise RuntimeError(f"bucket {bucket.index}")
 
-    gate.close()
+    barrier.close()
     diary.on_receive = fail
     with pytest.raises(RuntimeError, match="bucket 5"):
         model(torch.ones(1, 4))
-    assert passage(gate, diary) == (False, 0)
+    assert passage(barrier, diary) == (False, 0)
     diary.on_receive = lambda bucket: None
-    gate.open()
+    barrier.open()
     assert diary.received == [5, 4, 3, 2, 1, 0]  # the exchange that failed has ended: it is not waited for again
-    assert passage(gate, diary) == (True, 1)
+    assert passage(barrier, diary) == (True, 1)
 
 
 def test_after_an_error_of_the_last_bucket_nothing_is_on_its_way() -> None:
-    gate, diary = gate_of(three_layers(), bucket_bytes=1e6)
+    barrier, diary = barrier_of(three_layers(), bucket_bytes=1e6)
 
     def fail(bucket: Bucket) -> None:
         raise RuntimeError("lost")
 
     diary.on_receive = fail
-    gate.close()
+    barrier.close()
     with pytest.raises(RuntimeError, match="lost"):
-        gate.open()
-    assert passage(gate, diary) == (True, 0)
+        barrier.open()
+    assert passage(barrier, diary) == (True, 0)
 
 
 def test_a_copy_of_the_model_waits_as_the_model_does_and_copies_nothing_of_the_gate() -> None:
@@ -321,11 +325,11 @@ def test_a_copy_of_the_model_waits_as_the_model_does_and_copies_nothing_of_the_g
         with lock:
             diary.receive(bucket)
 
-    gate = Gate(model, buckets_of(model), receive, diary.pass_by, overlap=True)
-    gate.close()
+    barrier = ParameterBarrier(model, buckets_of(model), receive, diary.pass_by, overlap=True)
+    barrier.close()
     copied = copy.deepcopy(model)
     copied(torch.ones(1, 4))
-    assert gate.is_open and len(diary.received) == 6
+    assert barrier.is_open and len(diary.received) == 6
 
 
 # --- on a network -----------------------------------------------------------------------------------------------------
@@ -347,10 +351,10 @@ def test_a_forward_sees_what_another_rank_sent_however_late_it_comes() -> None:
         def receive(bucket: Bucket) -> None:
             coming[bucket.index].wait()
 
-        gate = Gate(model, buckets, receive, lambda: None, overlap=True)
-        gate.close()
+        barrier = ParameterBarrier(model, buckets, receive, lambda: None, overlap=True)
+        barrier.close()
         out: torch.Tensor = model(torch.ones(1, 4))
-        assert gate.is_open
+        assert barrier.is_open
         return out.detach()
 
     first, *others = SimulatedNetwork(3, delay_s=0.3, loss=0.3, seed=1).run(body)

@@ -18,7 +18,7 @@ from stormtorch.collectives import Group, barrier, receive, send
 from stormtorch.errors import ExchangeTimeout, StormError
 from stormtorch.exchange import waiting
 from stormtorch.exchange.exchange import Transport
-from stormtorch.exchange.waiting import doing
+from stormtorch.exchange.waiting import in_call
 from stormtorch.policies.policy import Policy
 from training import (
     EXACTLY,
@@ -64,6 +64,7 @@ def saved(rank: Rank, ranks: range) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy", [EXACTLY, BoundedDrift(), BoundedDrift(overlap=True)], ids=["exact", "drift", "overlap"]
 )
@@ -94,7 +95,7 @@ def test_a_slow_rank_takes_part_in_calls_that_it_makes_itself_afterwards() -> No
             for step in range(STEPS):
                 rank.train(range(step, step + 1))
                 if rank.rank == 1:
-                    with doing("what only this rank waits in"):
+                    with in_call("what only this rank waits in"):
                         receive(group, torch.zeros(1), 0).wait()  # and takes part from there
                 found += tensors(model.state_dict()) + tensors(rank.optimizer.state_dict())
                 with exact(model):
@@ -137,7 +138,7 @@ def test_one_rank_may_evaluate_and_save_while_others_take_a_closure_or_a_barrier
                 assert_same(tensors(model.state_dict()), found)
         if transport.rank == 0:
             assert tensors(optimizer.state_dict())
-        with doing("a barrier"):
+        with in_call("a barrier"):
             barrier(group).wait()
         return found
 
@@ -213,7 +214,7 @@ def meets(transport: Transport, group: Group, *, elsewhere: bool) -> None:
     if transport.rank == 0:
         send(group, torch.zeros(1), 1).wait()
     else:
-        with doing("what only this rank waits in", elsewhere=elsewhere):
+        with in_call("what only this rank waits in", elsewhere=elsewhere):
             receive(group, torch.zeros(1), 0).wait()
 
 
@@ -280,7 +281,7 @@ def test_one_rank_may_save_a_mean_in_front_of_a_barrier_before_all_evaluate() ->
         rank.train(4)
         if transport.rank == 0:
             model.state_dict()
-        with doing("a barrier", elsewhere=True):
+        with in_call("a barrier", elsewhere=True):
             barrier(group).wait()
         with exact(model):
             pass
@@ -434,6 +435,7 @@ def test_only_the_rank_that_left_is_named_where_it_had_a_standby(caplog: pytest.
     assert told == [f"rank {rank}: view 2 begins at step 3 with 2 ranks; rank 2 is gone" for rank in range(2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("call", ["prepare", "backward", "step", "clip", "exact"])
 def test_every_call_that_waits_for_others_says_so(
     call: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

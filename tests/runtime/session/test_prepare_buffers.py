@@ -13,7 +13,7 @@ from stormtorch import BoundedDrift, ModelAveraging, exact, prepare
 from stormtorch.collectives import Group, barrier
 from stormtorch.exchange.exchange import Transport
 from stormtorch.exchange.simulated import SimulatedNetwork
-from stormtorch.exchange.waiting import doing
+from stormtorch.exchange.waiting import in_call
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.session.buffers import Buffers
 from training import Rank, assert_close, assert_same, on_ranks, regression, sgd, vectors
@@ -70,7 +70,7 @@ def saved_alone(rank: Rank) -> list[torch.Tensor]:
     if isinstance(rank.optimizer.session.policy, BoundedDrift):
         rank.train(range(STEPS, STEPS + 1))  # forward has changed the statistics when they wait in backward
     else:
-        with doing("a barrier", elsewhere=True):
+        with in_call("a barrier", elsewhere=True):
             barrier(rank.optimizer.session.group).wait()
     return found
 
@@ -91,11 +91,11 @@ def test_buffers_that_forward_replaces_are_kept_once_and_forgotten_when_they_are
         model(vectors(0, step))
         held.append(model.narrow if step % 3 else model.wide)  # so that new ones do not always take the same place
         buffers.remember()
-        assert {name: tuple(each.shape) for name, each in buffers._kept.items()} == {"narrow": (8,), "wide": (16,)}
-        assert_same(list(buffers._kept.values()), statistics(model))
+        assert {name: tuple(each.shape) for name, each in buffers._snapshot.items()} == {"narrow": (8,), "wide": (16,)}
+        assert_same(list(buffers._snapshot.values()), statistics(model))
     del model._buffers["wide"]
     buffers.remember()
-    assert list(buffers._kept) == ["narrow"]
+    assert list(buffers._snapshot) == ["narrow"]
 
 
 @POLICIES
@@ -154,6 +154,6 @@ def test_tables_that_nothing_changes_are_not_copied() -> None:
             rank.train(range(step, step + 1))
             rank.model.state_dict()
         saved_alone(rank)
-        return list(rank.optimizer.session._buffers._kept)
+        return list(rank.optimizer.session._buffers._snapshot)
 
     assert on_ranks(model, sgd, work, policy=BoundedDrift(), world=3) == [["0.running_mean", "0.running_var"]] * 3

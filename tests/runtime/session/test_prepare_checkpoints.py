@@ -121,6 +121,7 @@ def together(model: nn.Module, make: MakeOptimizer, steps: range, saved: bytes |
     return found[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(MAKES))
 def test_a_checkpoint_is_that_of_one_process_and_goes_on_in_one_or_in_many(name: str) -> None:
     model, make = perceptron(), MAKES[name]
@@ -192,6 +193,7 @@ def narrow(rank: int, step: int) -> torch.Tensor:
     return vectors(rank, step).bfloat16()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [slow, muon], ids=["elements", "parameters"])
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_masters_of_a_bfloat16_model_survive_in_the_checkpoint(order: str, make: MakeOptimizer) -> None:
@@ -265,6 +267,7 @@ def renewed(model: nn.Module) -> None:
         each.data = each.data.clone()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["before", "between"])
 @pytest.mark.parametrize("move", ["to", "cpu", "float", "there and back", "data"])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -335,6 +338,7 @@ def _job(member: Member, folder: str) -> None:
         assert_close(loaded[half:], saved[half:])  # all ranks were given the same data: their number has no effect
 
 
+@pytest.mark.thorough
 def test_torchs_distributed_checkpoint_saves_on_three_ranks_and_loads_on_two() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(_job, 3, (str(Path(folder, "it")),), timeout_s=60)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from stormtorch import prepare
 from stormtorch.collectives import Group
 from stormtorch.exchange.simulated import SimulatedNetwork, SimulatedTransport
-from stormtorch.runtime.members import distributed_checkpoint as checkpoints
+from stormtorch.runtime.members import distributed_checkpoint as distributed_checkpoint
 from survey_cases import Loop, Subject, judge
 from survey_idioms import IDIOMS
 from training import perceptron, regression, values, vectors
@@ -106,6 +106,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["3 ranks", "one killed"])
 @pytest.mark.parametrize(
     "name", ["optimizer.state[p] = {}", "optimizer.state.pop(p)", "optimizer.state = defaultdict(dict)"]
@@ -225,6 +226,7 @@ def loop(c: Loop, number: int) -> None:
         c.optimizer.load_state_dict(c.optimizer.state_dict())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["3 ranks", "one killed", "one joins"])
 @pytest.mark.parametrize("bits", [16, 8])
 def test_state_of_few_bits_goes_through_loads_and_moves(bits: int, case: str) -> None:
@@ -313,6 +315,7 @@ def evaluate(c: Loop, number: int) -> None:
             next(c.model.parameters()).data.mul_(1 + 0.01 * seen.tanh())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["2 ranks", "3 ranks", "one killed", "one joins"])
 def test_an_optimizer_that_changes_between_modes_changes_all_ranks(case: str) -> None:
     subject = Subject("schedule-free", lambda model: [ScheduleFree(model.parameters(), 0.1)], evaluate)
@@ -372,5 +375,5 @@ def test_torchs_checkpoints_that_come_after_prepare_say_so(monkeypatch: pytest.M
         monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
     monkeypatch.delattr(module, "_storm_taught", raising=False)
     with pytest.raises(RuntimeError, match=r"before prepare\(\), or call this again"):
-        checkpoints.called_from(frame)
-    checkpoints.called_from(frame)
+        distributed_checkpoint.check_patched_before(frame)
+    distributed_checkpoint.check_patched_before(frame)

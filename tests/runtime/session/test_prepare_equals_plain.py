@@ -66,6 +66,7 @@ def test_fifty_steps_of_four_ranks_are_those_of_one_process_bit_for_bit(name: st
     assert not torch.equal(theirs[0], values(model)[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "lstm"])
 def test_four_ranks_give_what_one_gives_on_all_their_data_at_once(name: str) -> None:
     model = architecture(name)

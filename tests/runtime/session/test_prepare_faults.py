@@ -13,7 +13,7 @@ import torch
 
 import clock
 from full_disk import fill, may_mount, mount_small
-from machine_job import Job
+from machine_job import MachineJob
 from machine_rank import How, Rank
 from stormtorch import BoundedDrift
 from stormtorch.policies.policy import Deadline
@@ -45,38 +45,39 @@ def save_and_fill(rank: Rank, step: int) -> None:
             torch.save({"model": rank.model.state_dict(), "step": step}, beside)
             os.replace(beside, checkpoint)
         except (RuntimeError, OSError):
-            rank.tell(unsaved=step)
+            rank.report(unsaved=step)
             beside.unlink(missing_ok=True)
     if step == FULL:
         fill(folder)
     if step == FREE:
         (folder / "filler").unlink()
     if step == DISK_STEPS - 1:
-        rank.transport.teller.end("done")  # writes what is left
-        rank.tell(saved=torch.load(checkpoint)["step"])
-        rank.tell(rows=[json.loads(line)["step"] for line in (folder / "ledger.jsonl").read_text().splitlines()])
+        rank.transport.reporter.end("done")  # writes what is left
+        rank.report(saved=torch.load(checkpoint)["step"])
+        rank.report(rows=[json.loads(line)["step"] for line in (folder / "ledger.jsonl").read_text().splitlines()])
         (records,) = (folder / "records").iterdir()
-        rank.tell(records=[json.loads(line)["n"] for line in records.read_text().splitlines()])
+        rank.report(records=[json.loads(line)["n"] for line in records.read_text().splitlines()])
 
 
+@pytest.mark.thorough
 @mounts
 def test_a_disk_that_is_full_for_a_while_costs_rows_and_checkpoints_but_no_step(tmp_path: Path) -> None:
     how = How(steps=DISK_STEPS)
     full = How(steps=DISK_STEPS, begin=on_a_small_disk, prepared=follow, after=save_and_fill)
-    with Job(tmp_path, how, {2: full}) as job:
+    with MachineJob(tmp_path, how, {2: full}) as job:
         assert [each.end() for each in job.ranks] == [0, 0, 0]
         said = job.ranks[2]
-        assert said.told("step") == list(range(1, DISK_STEPS + 1))
-        assert said.told("members") == [[0, 1, 2]]
-        assert set(said.told("unsaved")) >= {12, 16} and said.told("saved") == [28]
-        (rows,) = said.told("rows")
+        assert said.reported("step") == list(range(1, DISK_STEPS + 1))
+        assert said.reported("members") == [[0, 1, 2]]
+        assert set(said.reported("unsaved")) >= {12, 16} and said.reported("saved") == [28]
+        (rows,) = said.reported("rows")
         assert (
             rows[0] == 0 and rows[-1] >= DISK_STEPS - 2 and set(range(FULL + 8, FREE)).isdisjoint(rows)
         )  # a page has room for some
         # Records wait until there is room again, and none is lost.
-        (records,) = said.told("records")
+        (records,) = said.reported("records")
         assert records == list(range(len(records)))
-        log = "\n".join(said.told("log"))
+        log = "\n".join(said.reported("log"))
         for words in ("cannot write to", "it lacks", "cannot write records to", "records can be written to"):
             assert words in log
 
@@ -96,6 +97,7 @@ def keep_records(rank: Rank) -> None:
     rank.session.record(os.environ["RECORDS"], every_s=0.05)
 
 
+@pytest.mark.thorough
 def test_nothing_that_decides_looks_at_the_wall_clock(tmp_path: Path) -> None:
     """The clock of one rank jumps by hours, days and milliseconds, in both directions."""
     library = clock.build(tmp_path)
@@ -108,11 +110,11 @@ def test_nothing_that_decides_looks_at_the_wall_clock(tmp_path: Path) -> None:
         prepared=keep_records,
         environment=clock.environment(library) | {"RECORDS": str(tmp_path / "records")},
     )
-    with Job(tmp_path, replace(jumping, before=None, prepared=None, environment={}), {1: jumping}) as job:
+    with MachineJob(tmp_path, replace(jumping, before=None, prepared=None, environment={}), {1: jumping}) as job:
         assert [each.end() for each in job.ranks] == [0, 0, 0]
         for each in job.ranks:
-            assert each.told("members") == [[0, 1, 2]] and each.told("events") == [[]]
-            assert each.told("values") == job.ranks[0].told("values")
+            assert each.reported("members") == [[0, 1, 2]] and each.reported("events") == [[]]
+            assert each.reported("values") == job.ranks[0].reported("values")
             assert each.longest_pause_s() < jumping.silence_s
     # It was the clock that Python sees, too.
     (records,) = (tmp_path / "records").iterdir()
@@ -164,30 +166,31 @@ def take_all_there_is(rank: Rank, step: int) -> None:
         torch.empty(64 << 20)
 
 
-def go_on_without_rank_2(job: Job, before_s: float) -> None:
+def go_on_without_rank_2(job: MachineJob, before_s: float) -> None:
     for each in job.ranks[:2]:
         assert each.end() == 0
-        assert each.told("members") == [[0, 1]]
-        assert each.told("values") == job.ranks[0].told("values")
-        assert any("rank 2 is gone" in event for event in each.told("events")[0])
+        assert each.reported("members") == [[0, 1]]
+        assert each.reported("values") == job.ranks[0].reported("values")
+        assert any("rank 2 is gone" in event for event in each.reported("events")[0])
         assert each.longest_pause_s() < before_s
 
 
 def test_a_rank_without_memory_says_so_at_its_end_and_the_others_go_on_at_once(tmp_path: Path) -> None:
     """The silence would be a minute: it says goodbye although it gets no memory for it."""
     how = How(steps=MEMORY_STEPS, silence_s=60.0)
-    with Job(tmp_path, how, {2: replace(how, within=take_all_there_is)}) as job:
+    with MachineJob(tmp_path, how, {2: replace(how, within=take_all_there_is)}) as job:
         go_on_without_rank_2(job, before_s=20.0)
         assert job.ranks[2].end() == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not has_memory_cgroup(), reason="limiting memory needs root and a control group for memory (v1)")
 def test_a_rank_that_the_kernel_kills_for_memory_is_left_out(tmp_path: Path) -> None:
     how = How(steps=MEMORY_STEPS)
     CGROUP.mkdir()
     try:
         limited = replace(how, environment={"CGROUP": str(CGROUP)}, begin=enter_cgroup, within=outgrow_cgroup)
-        with Job(tmp_path, how, {2: limited}) as job:
+        with MachineJob(tmp_path, how, {2: limited}) as job:
             assert job.ranks[2].end() == -signal.SIGKILL
             go_on_without_rank_2(job, before_s=20.0)
     finally:
@@ -213,26 +216,28 @@ def no_files_of_memory(_rank: Rank) -> None:
 
 def tell_neighbours(rank: Rank, step: int) -> None:
     if step == MEMORY_STEPS - 1:
-        rank.tell(near=sorted(rank.transport.endpoint.near()))
+        rank.report(near=sorted(rank.transport.endpoint.near()))
 
 
+@pytest.mark.thorough
 @mounts
 def test_a_dev_shm_without_room_matters_to_nobody(tmp_path: Path) -> None:
     how = How(steps=MEMORY_STEPS, begin=no_room_in_dev_shm, before=fill_dev_shm, after=tell_neighbours)
-    with Job(tmp_path, how) as job:
+    with MachineJob(tmp_path, how) as job:
         assert [each.end() for each in job.ranks] == [0, 0, 0]
         for rank, each in enumerate(job.ranks):
-            assert each.told("values") == job.ranks[0].told("values") and each.told("events") == [[]]
-            assert each.told("near") == [sorted({0, 1, 2} - {rank})]
+            assert each.reported("values") == job.ranks[0].reported("values") and each.reported("events") == [[]]
+            assert each.reported("near") == [sorted({0, 1, 2} - {rank})]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_gets_no_memory_to_share_trains_by_datagram(tmp_path: Path) -> None:
     how = How(steps=MEMORY_STEPS, after=tell_neighbours)
-    with Job(tmp_path, how, {2: replace(how, begin=no_files_of_memory)}) as job:
+    with MachineJob(tmp_path, how, {2: replace(how, begin=no_files_of_memory)}) as job:
         assert [each.end() for each in job.ranks] == [0, 0, 0]
         for each in job.ranks:
-            assert each.told("values") == job.ranks[0].told("values") and each.told("events") == [[]]
-        assert [each.told("near") for each in job.ranks] == [[[1]], [[0]], [[]]]
+            assert each.reported("values") == job.ranks[0].reported("values") and each.reported("events") == [[]]
+        assert [each.reported("near") for each in job.ranks] == [[[1]], [[0]], [[]]]
 
 
 # --- deadlines under deaths -------------------------------------------------------------------------------------------
@@ -240,6 +245,7 @@ def test_a_rank_that_gets_no_memory_to_share_trains_by_datagram(tmp_path: Path) 
 LATE, LATE_STEPS = 3, 30
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("deadline", "victim", "number"),
     [
@@ -255,12 +261,12 @@ def test_under_a_deadline_those_who_live_go_on(
     """Also without a late rank whose deputy makes a round just then."""
     policy = BoundedDrift(bucket_mb=0.05, deadline=deadline)
     how = How(world=4, steps=LATE_STEPS, compute_s=0.03, policy=policy)
-    with Job(tmp_path, how, {LATE: replace(how, compute_s=0.4)}) as job:
+    with MachineJob(tmp_path, how, {LATE: replace(how, compute_s=0.4)}) as job:
         job.ranks[1].await_step(10)
         job.ranks[victim].send(number)
         living = [each for each in job.ranks if each.rank != victim]
         assert [each.end() for each in living] == [0, 0, 0]
         for each in living:
-            assert each.told("members") == [[other.rank for other in living]]
-            assert each.told("values") == living[0].told("values")
+            assert each.reported("members") == [[other.rank for other in living]]
+            assert each.reported("values") == living[0].reported("values")
             assert each.longest_pause_s() < 20.0

@@ -127,6 +127,7 @@ def test_step_may_be_given_none_where_a_closure_could_be() -> None:
 # --- clipping ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("subset", [False, True], ids=["all", "some"])
 @pytest.mark.parametrize("norm", [2.0, math.inf], ids=["length", "largest"])
@@ -254,6 +255,7 @@ def test_the_models_own_zero_grad_will_do() -> None:
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("unscaling", [True, False], ids=["unscaled to clip", "as it is"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 @pytest.mark.parametrize("world", [2, 4])

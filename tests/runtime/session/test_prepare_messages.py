@@ -23,7 +23,7 @@ import stormtorch
 from stormtorch import BoundedDrift, GradientAveraging, ModelAveraging
 from stormtorch.collectives import Group, barrier
 from stormtorch.policies.policy import Policy
-from stormtorch.telemetry.ledger import Ledger, Row
+from stormtorch.telemetry.ledger import Ledger, LedgerRow
 from stormtorch.udp.udp import UdpTransport
 from training import EXACTLY, Rank, adamw, on_ranks, perceptron, sgd, vectors
 
@@ -172,7 +172,7 @@ def test_a_summary_after_the_end_of_the_job_does_without_what_never_came() -> No
 def test_the_ledger_and_its_summary_can_be_read() -> None:
     ledger = Ledger()
     for step in range(20):
-        row = Row(step, gradients={1: 0.9}, broadcast={1: 0.8}, lag={0: 9, 3: 1}, bytes_sent=123_456)
+        row = LedgerRow(step, gradients={1: 0.9}, broadcast={1: 0.8}, lag={0: 9, 3: 1}, bytes_sent=123_456)
         row.events = [f"event {step}"] if step % 2 else []
         row.guarded = step == 7
         row.gradient_wait_s = 0.01
@@ -196,7 +196,7 @@ def test_the_ledger_and_its_summary_can_be_read() -> None:
 
 def test_a_summary_names_the_latest_of_many_events() -> None:
     ledger = Ledger()
-    ledger.add(Row(0, events=[f"event {number}" for number in range(50)]))
+    ledger.add(LedgerRow(0, events=[f"event {number}" for number in range(50)]))
     lines = str(ledger.summary()).splitlines()
     assert lines[-11:] == ["  the last 10 of them:", *(f"  event {number}" for number in range(40, 50))]
     assert "events   50" in lines
@@ -206,8 +206,8 @@ def test_expected_drift_is_told_with_its_scatter_unless_chance_decides() -> None
     many, few = Ledger(), Ledger()
     for step in range(200):
         drift = 2e-8 if step % 40 < 20 else 1e-8
-        many.add(Row(step, lag={0: 90, 1: 10}, pair_drift=drift, pair_bound=1.6e-8))
-        few.add(Row(step, lag={0: 2}, pair_drift=drift, pair_bound=1.6e-8))
+        many.add(LedgerRow(step, lag={0: 90, 1: 10}, pair_drift=drift, pair_bound=1.6e-8))
+        few.add(LedgerRow(step, lag={0: 2}, pair_drift=drift, pair_bound=1.6e-8))
     line = "drift    1.5e-08 between two replicas, expected 1.6e-08 ± 2e-09 (mean squares)"
     assert line in str(many.summary()).splitlines()
     assert "drift    1.5e-08 between two replicas (mean squares)" in str(few.summary()).splitlines()
@@ -222,7 +222,7 @@ def test_a_ledger_can_be_copied_and_pickled_without_what_follows_it(tmp_path: Pa
         for copied in (copy.deepcopy(ledger), copy.copy(ledger), pickle.loads(pickle.dumps(ledger))):
             assert repr(copied) == repr(ledger)
             assert copied.summary() == ledger.summary()
-            copied.add(Row(9))
+            copied.add(LedgerRow(9))
         assert len(ledger) == 3
         assert len((tmp_path / str(rank.rank)).read_text().splitlines()) == 3
         rank.train(1)
@@ -254,7 +254,7 @@ def test_a_file_that_can_be_written_again_has_whole_lines_and_a_warning_of_what_
 ) -> None:
     path, ledger = tmp_path / "followed", Ledger()
     ledger.follow(path)
-    ledger.add(Row(0))
+    ledger.add(LedgerRow(0))
     room = path.stat().st_size
     # Room for a row and a half: the kernel writes a part of the next one.
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -262,11 +262,11 @@ def test_a_file_that_can_be_written_again_has_whole_lines_and_a_warning_of_what_
     resource.setrlimit(resource.RLIMIT_FSIZE, (room + room // 2, before[1]))
     try:
         for step in (1, 2, 3):
-            ledger.add(Row(step))
+            ledger.add(LedgerRow(step))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    ledger.add(Row(4))
+    ledger.add(LedgerRow(4))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 4]
     assert [row.step for row in ledger] == [0, 1, 2, 3, 4]
     told = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
@@ -283,6 +283,6 @@ def test_tensorboard_without_room_does_not_end_the_training(caplog: pytest.LogCa
     ledger = Ledger()
     ledger.to_tensorboard(Full())
     for step in range(3):
-        ledger.add(Row(step))
+        ledger.add(LedgerRow(step))
     assert len(ledger) == 3
     assert len([each for each in caplog.records if "TensorBoard" in each.getMessage()]) == 1

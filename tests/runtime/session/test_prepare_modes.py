@@ -24,7 +24,7 @@ class Died(Exception):
 def die(c: Loop, *_: Any, **__: Any) -> None:
     """Cuts the rank off."""
     transport = c.optimizer.session.group.transport
-    transport.network.set_dark(transport.rank, True)
+    transport.network.set_unreachable(transport.rank, True)
     raise Died
 
 
@@ -37,9 +37,10 @@ def dying(c: Loop, when: str) -> None:
         channel = session.channel
         session.channel = lambda name, **how: die(c) if name.startswith("moves/") else channel(name, **how)
     else:
-        session._owned.share = lambda _: die(c)
+        session._full_state.gather_parameters = lambda _: die(c)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "when", ["before it has moved", "before it has met the others", "when it has met them and gives its shard"]
 )

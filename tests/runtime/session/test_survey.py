@@ -22,12 +22,14 @@ FEW = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TORCH)
 def test_no_optimizer_of_torch_is_silently_different_when_a_rank_dies(name: str) -> None:
     verdict, about = judge(subjects("torch")[name], "one killed")
     assert verdict in ("same bits", "rounding", "refused"), f"{verdict}: {about}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["2 ranks", "one killed"])
 @pytest.mark.parametrize("name", FEW)
 def test_no_idiom_is_silently_different(name: str, case: str) -> None:

@@ -21,7 +21,7 @@ DDP, DDP_LOW = "ddp", "ddp-low"
 """Trainings by DistributedDataParallel on gloo: over TCP, of normal priority or marked as low."""
 TRAININGS = (*STORM, DDP, DDP_LOW, NONE)
 """What can share the lines with the service."""
-TURN = 4
+STEPS_PER_CALL = 4
 """Steps between two looks at the clock, which all ranks take together."""
 
 
@@ -50,7 +50,7 @@ class ColocateSettings:
     """Seconds for which the service is measured in each run: those requests count that are due meanwhile. It goes on
     until the training has made its steps, and the training until it is over."""
     steps: int = 16
-    """Steps after which the training is evaluated, a multiple of `TURN` or rounded up to one."""
+    """Steps after which the training is evaluated, a multiple of `STEPS_PER_CALL` or rounded up to one."""
     slack: float = 1.5
     """Deadline of a stage of an exchange, as a multiple of the time that it takes alone, which is measured first."""
     deadline_s: float | None = None
@@ -119,8 +119,8 @@ class ColocateSettings:
 
     @property
     def turns(self) -> int:
-        """Turns of `TURN` steps until the training is evaluated."""
-        return -(-self.steps // TURN)
+        """Turns of `STEPS_PER_CALL` steps until the training is evaluated."""
+        return -(-self.steps // STEPS_PER_CALL)
 
     @property
     def limit_s(self) -> float:

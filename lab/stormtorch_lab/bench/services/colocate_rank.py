@@ -13,10 +13,10 @@ from stormtorch.exchange.options import Options
 from stormtorch.policies import BoundedDrift, ModelAveraging
 from stormtorch.policies.policy import Policy
 from stormtorch.reliability import EXACT, Reliability
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch_lab.bench.language import evaluate, language_task
-from stormtorch_lab.bench.replicas import GlooReplica, PreparedReplica, Replica, Task, close_groups, open_groups
-from stormtorch_lab.bench.services.colocate import DDP, DDP_LOW, NONE, TURN, Case, ColocateSettings, YieldTo
+from stormtorch_lab.bench.replicas import GlooReplica, PreparedReplica, Replica, Workload, close_groups, open_groups
+from stormtorch_lab.bench.services.colocate import DDP, DDP_LOW, NONE, STEPS_PER_CALL, Case, ColocateSettings, YieldTo
 from stormtorch_lab.jobs.control import Stage
 from stormtorch_lab.jobs.ranks import Member
 from stormtorch_lab.netns.links.kernel_network import LOW_DSCP
@@ -79,7 +79,7 @@ class Look:
 
 
 @dataclass
-class Account:
+class RankTotals:
     """What one rank counted in one case."""
 
     case: int
@@ -94,13 +94,13 @@ class Account:
     """Seconds that the rank waited for both stages, for each exchange."""
     sent_bytes: int = 0
     """Bytes of datagrams."""
-    line_bytes: int = 0
+    interface_bytes: int = 0
     """Bytes that the host sent, the service's included."""
     deadline_s: float | None = None
     validation: float | None = None
     last_validation: float | None = None
 
-    def add(self, row: Row) -> None:
+    def add(self, row: LedgerRow) -> None:
         """Counts one exchange."""
         self.up.append(mean_of(list(row.gradients.values())))
         self.down.append(mean_of(list(row.broadcast.values())))
@@ -126,29 +126,29 @@ def rank_trains(member: Member, settings: ColocateSettings) -> None:
         for index, case in enumerate(settings.cases()):
             stage.barrier()
             if member.rank == 0:
-                member.ask(Prepare(index))
+                member.request(Prepare(index))
             stage.barrier()
             if case.train != NONE:
-                account = _Trainee(stage, settings, index, case, deadlines_s.get(case.train)).run()
+                totals = _TrainingRank(stage, settings, index, case, deadlines_s.get(case.train)).run()
                 fixed = settings.allowed_loss is None and case.train not in (DDP, DDP_LOW)
                 if fixed and case.requests is None and case.train not in deadlines_s:
-                    deadlines_s[case.train] = settings.deadline_s or settings.slack * _stage_s(stage, account)
-                member.tell(account)
+                    deadlines_s[case.train] = settings.deadline_s or settings.slack * _stage_s(stage, totals)
+                member.report(totals)
     close_groups()
 
 
-def _stage_s(stage: Stage[Replica], account: Account) -> float:
+def _stage_s(stage: Stage[Replica], totals: RankTotals) -> float:
     """Seconds that one of two stages takes alone: of each step the longest wait of a rank, and of all steps the median.
 
     A deadline counts from when a rank begins, so the rank that begins first needs the longest one.
     """
-    waits_s = torch.tensor([account.waits_s] * stage.member.world, dtype=torch.float64)
+    waits_s = torch.tensor([totals.waits_s] * stage.member.world, dtype=torch.float64)
     waits_s[torch.arange(stage.member.world) != stage.member.rank] = 0.0
     stage.control.allreduce([waits_s]).wait()
     return float(waits_s.max(dim=0).values.median()) / 2
 
 
-class _Trainee:
+class _TrainingRank:
     """One training on this rank, from its first step to the end of its run."""
 
     def __init__(
@@ -156,7 +156,7 @@ class _Trainee:
     ) -> None:
         self._stage, self._settings, self._case = stage, settings, case
         self._counts = False
-        self.account = Account(index, deadline_s=deadline_s if case.requests is not None else None)
+        self.totals = RankTotals(index, deadline_s=deadline_s if case.requests is not None else None)
         member = stage.member
         task, self._held_out = language_task(
             member.rank,
@@ -170,7 +170,7 @@ class _Trainee:
         )
         self._replica = self._open(task)
 
-    def _open(self, task: Task) -> Replica:
+    def _open(self, task: Workload) -> Replica:
         member, case = self._stage.member, self._case
         low = case.low_share is not None
         if case.train in (DDP, DDP_LOW):
@@ -180,7 +180,7 @@ class _Trainee:
                     stream.mark(LOW_DSCP[0])
             return peer
         allowed_loss = None if case.requests is None else self._settings.allowed_loss
-        policy = policy_for(case.train, self.account.deadline_s, allowed_loss)
+        policy = policy_for(case.train, self.totals.deadline_s, allowed_loss)
         replica = PreparedReplica(
             *(case.train, task, member, policy),
             options=options_for(member, self._settings.yield_to, low=low),
@@ -188,56 +188,56 @@ class _Trainee:
         replica.ledger.on_row(self._count)
         return replica
 
-    def _count(self, row: Row) -> None:
+    def _count(self, row: LedgerRow) -> None:
         if self._counts:
-            self.account.add(row)
+            self.totals.add(row)
 
-    def run(self) -> Account:
+    def run(self) -> RankTotals:
         """Trains until the parent says that the run is over."""
-        account, member = self.account, self._stage.member
-        self._turn()  # connections and memory are made in the first steps
+        totals, member = self.totals, self._stage.member
+        self._run_steps()  # connections and memory are made in the first steps
         self._stage.barrier()
         if member.rank == 0:
-            member.ask(Begin(account.case))
+            member.request(Begin(totals.case))
         self._stage.barrier()
         phase = Phase.MEASURE
         while phase is not Phase.END:
             self._counts = phase is Phase.MEASURE
-            before_s, before_bytes = time.perf_counter(), line_bytes(member.interface)
-            self._turn()
+            before_s, before_bytes = time.perf_counter(), interface_bytes(member.interface)
+            self._run_steps()
             if self._counts:
-                account.seconds += time.perf_counter() - before_s
-                account.line_bytes += line_bytes(member.interface) - before_bytes
-                account.measured_steps += TURN
+                totals.seconds += time.perf_counter() - before_s
+                totals.interface_bytes += interface_bytes(member.interface) - before_bytes
+                totals.measured_steps += STEPS_PER_CALL
             self._counts = False
-            if account.steps == self._settings.turns * TURN:
-                account.validation = self._evaluate()
+            if totals.steps == self._settings.turns * STEPS_PER_CALL:
+                totals.validation = self._evaluate()
             phase = self._next_phase()
-        account.last_validation = self._evaluate()
+        totals.last_validation = self._evaluate()
         self._stage.barrier()
         self._replica.close()
         self._stage.barrier()
-        return account
+        return totals
 
-    def _turn(self) -> None:
-        self._replica.turn(TURN)
-        self.account.steps += TURN
+    def _run_steps(self) -> None:
+        self._replica.run_steps(STEPS_PER_CALL)
+        self.totals.steps += STEPS_PER_CALL
 
     def _evaluate(self) -> float:
         self._replica.synchronise()
         return evaluate(self._stage, self._replica, self._held_out)
 
     def _next_phase(self) -> Phase:
-        stage, account = self._stage, self.account
+        stage, totals = self._stage, self.totals
         said = torch.zeros(1, dtype=torch.int64)
         if stage.member.rank == 0:
-            made = account.steps >= self._settings.turns * TURN
-            said.fill_(int(stage.member.ask(Look(account.case, made))))
+            made = totals.steps >= self._settings.turns * STEPS_PER_CALL
+            said.fill_(int(stage.member.request(Look(totals.case, made))))
         stage.control.allreduce([said]).wait()
         return Phase(int(said))
 
 
-def line_bytes(interface: str) -> int:
+def interface_bytes(interface: str) -> int:
     """Bytes that this host has sent by an interface, Ethernet headers included."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")

@@ -78,7 +78,7 @@ class RunResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CaseSummary:
     """Runs of one case that differ in their seeds alone, as means."""
 
     train: str
@@ -136,7 +136,7 @@ class ColocateReport:
         texts = {"service": SERVICE, "training": TRAINING, "alone": ALONE}
         return cls(surroundings() | {"settings": asked, "corpus": corpus} | texts)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[CaseSummary]:
         """One row for each case beside the service, over its seeds."""
         groups: dict[_Key, list[RunResult]] = {}
         for run in self.runs:
@@ -223,12 +223,12 @@ def _order(key: _Key) -> tuple[int, float, float]:
     return -TRAININGS.index(train), -1.0 if share is None else 1.0 - share, requests
 
 
-def _row(key: _Key, runs: Sequence[RunResult], equal_s: float | None, none_s: float | None) -> Row:
+def _row(key: _Key, runs: Sequence[RunResult], equal_s: float | None, none_s: float | None) -> CaseSummary:
     train, share, requests = key
     services = [run.service for run in runs if run.service is not None]
     trainings = [run.training for run in runs if run.training is not None]
     mean_s = _mean([each.mean_s for each in services])
-    return Row(
+    return CaseSummary(
         train=train,
         low_share=share,
         requests=requests,

@@ -11,7 +11,16 @@ from stormtorch.network.units import parse_rate
 from stormtorch.telemetry.progress import Advance, ignore_progress
 from stormtorch.telemetry.statistics import median
 from stormtorch_lab.bench.services.colocate import DDP, DDP_LOW, NONE, Case, ColocateSettings
-from stormtorch_lab.bench.services.colocate_rank import NICE, Account, Begin, Look, Phase, Prepare, mean_of, rank_trains
+from stormtorch_lab.bench.services.colocate_rank import (
+    NICE,
+    Begin,
+    Look,
+    Phase,
+    Prepare,
+    RankTotals,
+    mean_of,
+    rank_trains,
+)
 from stormtorch_lab.bench.services.colocate_results import RunResult, TrainingResult
 from stormtorch_lab.bench.services.service import Done, Service, ServiceResult
 from stormtorch_lab.jobs.ranks import run_ranks
@@ -50,7 +59,7 @@ def run_colocate(
         Lab(settings.ranks, settings.network, management=True) as lab,
         Service(lab, size=settings.size, timeout_s=settings.request_timeout_s) as service,
     ):
-        director = _Director(settings, lab, service, keep, advance)
+        director = _Coordinator(settings, lab, service, keep, advance)
         if describe is not None:
             describe(
                 {
@@ -66,18 +75,23 @@ def run_colocate(
                 director.serve_alone(index)
             return
         run_ranks(
-            rank_trains, settings.ranks, (settings,), timeout_s=settings.timeout_s, listen=director.listen, lab=lab
+            rank_trains,
+            settings.ranks,
+            (settings,),
+            timeout_s=settings.timeout_s,
+            on_message=director.on_message,
+            lab=lab,
         )
 
 
-class _Director:
+class _Coordinator:
     """Answers ranks: sets the network, begins and ends the service, and sums up each run."""
 
     def __init__(self, settings: ColocateSettings, lab: Lab, service: Service, keep: Keep, advance: Advance) -> None:
         self._settings, self._lab, self._service = settings, lab, service
         self._keep, self._advance = keep, advance
         self._cases = settings.cases()
-        self._accounts: list[Account] = []
+        self._accounts: list[RankTotals] = []
         self._alone: dict[tuple[str, int], float | None] = {}
         self._begun_s = 0.0
         self._seconds = 0.0
@@ -85,7 +99,7 @@ class _Director:
         self._requests: list[Done] = []
         self._done = 0
 
-    def listen(self, _rank: int, what: object) -> object:
+    def on_message(self, _rank: int, what: object) -> object:
         """Answers one message of a rank."""
         if isinstance(what, Look):
             return self._look(self._cases[what.case], made=what.made)
@@ -93,11 +107,11 @@ class _Director:
             self._prepare(what.case)
         elif isinstance(what, Begin):
             self._begin(self._cases[what.case])
-        elif isinstance(what, Account):
+        elif isinstance(what, RankTotals):
             self._accounts.append(what)
             if len(self._accounts) == self._settings.ranks:
-                accounts, self._accounts = self._accounts, []
-                self._finish(self._cases[what.case], accounts)
+                rank_totals, self._accounts = self._accounts, []
+                self._finish(self._cases[what.case], rank_totals)
         return None
 
     def _prepare(self, index: int) -> None:
@@ -141,9 +155,9 @@ class _Director:
             self._requests = self._service.wait()
         return Phase.END
 
-    def _finish(self, case: Case, accounts: Sequence[Account]) -> None:
+    def _finish(self, case: Case, rank_totals: Sequence[RankTotals]) -> None:
         seconds, self._seconds = self._seconds, 0.0
-        training = _training(case, accounts) if accounts else None
+        training = _training(case, rank_totals) if rank_totals else None
         if training is not None and case.requests is None:
             self._alone[case.train, case.seed] = training.validation
         elif training is not None and training.validation is not None:
@@ -162,27 +176,27 @@ class _Director:
                 seconds=seconds,
                 service=service,
                 training=training,
-                line_use=self._line_use(accounts),
+                line_use=self._line_use(rank_totals),
                 low_share=self._lab.conditions.low_share,
                 drops=_drops(self._measured),
             )
         )
 
-    def _line_use(self, accounts: Sequence[Account]) -> float | None:
+    def _line_use(self, rank_totals: Sequence[RankTotals]) -> float | None:
         rate = parse_rate(self._settings.network.rate)
-        shares = [8 * each.line_bytes / each.seconds / rate for each in accounts if each.seconds > 0.0]
+        shares = [8 * each.interface_bytes / each.seconds / rate for each in rank_totals if each.seconds > 0.0]
         return sum(shares) / len(shares) if shares else None
 
 
-def _training(case: Case, accounts: Sequence[Account]) -> TrainingResult:
+def _training(case: Case, rank_totals: Sequence[RankTotals]) -> TrainingResult:
     """Sums up what all ranks counted."""
-    first = accounts[0]
+    first = rank_totals[0]
     steps = first.measured_steps
-    seconds = max(each.seconds for each in accounts)
-    up = 1.0 - mean_of([value for each in accounts for value in each.up]) if first.up else None
-    down = 1.0 - mean_of([value for each in accounts for value in each.down]) if first.down else None
+    seconds = max(each.seconds for each in rank_totals)
+    up = 1.0 - mean_of([value for each in rank_totals for value in each.up]) if first.up else None
+    down = 1.0 - mean_of([value for each in rank_totals for value in each.down]) if first.down else None
     by_gloo = case.train in (DDP, DDP_LOW)
-    longest_s = [max(waits) for waits in zip(*(each.waits_s for each in accounts), strict=False)]
+    longest_s = [max(waits) for waits in zip(*(each.waits_s for each in rank_totals), strict=False)]
     return TrainingResult(
         steps=first.steps,
         measured_steps=steps,
@@ -192,7 +206,7 @@ def _training(case: Case, accounts: Sequence[Account]) -> TrainingResult:
         loss_down=0.0 if by_gloo else down,
         bytes_per_step=None
         if by_gloo or not steps
-        else sum(each.sent_bytes for each in accounts) / len(accounts) / steps,
+        else sum(each.sent_bytes for each in rank_totals) / len(rank_totals) / steps,
         deadline_s=first.deadline_s,
         exchange_s=median(longest_s) if longest_s else None,
         validation=first.validation,

@@ -152,7 +152,7 @@ http {{
 """
 
 
-def nginx_words(nginx: str, folder: Path, name: str, address: str) -> list[str]:
+def nginx_command(nginx: str, folder: Path, name: str, address: str) -> list[str]:
     """Writes the configuration of one nginx into the folder, and returns the command that starts it."""
     path = folder / f"{name}.conf"
     path.write_text(nginx_config(folder, name, address), encoding="utf-8")
@@ -171,29 +171,29 @@ class _Client:
     def __init__(self, process: "subprocess.Popen[str]", host: int) -> None:
         self.process, self.host = process, host
         self.said: dict[str, Any] | None = None
-        self._heard = threading.Condition()
+        self._received = threading.Condition()
         threading.Thread(target=self._read, name=f"client {host}", daemon=True).start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            with self._heard, contextlib.suppress(json.JSONDecodeError):
+            with self._received, contextlib.suppress(json.JSONDecodeError):
                 self.said = json.loads(line)
-                self._heard.notify_all()
-        with self._heard:
-            self._heard.notify_all()
+                self._received.notify_all()
+        with self._received:
+            self._received.notify_all()
 
-    def tell(self, **command: Any) -> None:
+    def send_command(self, **command: Any) -> None:
         self.said = None
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
-    def hear(self, within_s: float) -> dict[str, Any]:
+    def receive(self, within_s: float) -> dict[str, Any]:
         end = time.monotonic() + within_s
-        with self._heard:
+        with self._received:
             while self.said is None and self.process.poll() is None and time.monotonic() < end:
-                self._heard.wait(0.1)
+                self._received.wait(0.1)
             if self.said is None:
                 raise LabError(f"the client of the web service on host {self.host} {_state(self.process, within_s)}")
             return self.said
@@ -250,7 +250,7 @@ class Service:
         name = write_file(folder, self._size)
         at = [f"{lab.address(host)}:{PORT}" for host in range(lab.size)]
         for host in range(lab.size):
-            words = nginx_words(self._nginx, folder, f"nginx-{host}", at[host])
+            words = nginx_command(self._nginx, folder, f"nginx-{host}", at[host])
             self.servers.append(
                 lab.start(host, _preferred(words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )
@@ -268,7 +268,7 @@ class Service:
                 )
             self._clients.append(_Client(process, host))
         try:
-            self.nice = max(client.hear(_START_S)["nice"] for client in self._clients)
+            self.nice = max(client.receive(_START_S)["nice"] for client in self._clients)
         except LabError as error:
             raise LabError(f"{error}{self._last_words()}") from error
 
@@ -283,7 +283,7 @@ class Service:
         check_between("rate", rate, 1e-3, 1e6)
         self._begun_s, self._stopped = time.monotonic() + _BEGIN_S, False
         for client in self._clients:
-            client.tell(
+            client.send_command(
                 do="begin",
                 at=self._begun_s,
                 rate=rate / len(self._clients),
@@ -302,7 +302,7 @@ class Service:
         if not self._stopped:
             self._stopped = True
             for client in self._clients:
-                client.tell(do="stop")
+                client.send_command(do="stop")
 
     @property
     def ended(self) -> bool:
@@ -319,7 +319,7 @@ class Service:
         """Waits after `stop` until all requests have ended, and returns what became of them."""
         found = []
         for client in self._clients:
-            for due_s, late_s, latency_s, failure in client.hear(self._timeout_s + _ANSWER_S)["requests"]:
+            for due_s, late_s, latency_s, failure in client.receive(self._timeout_s + _ANSWER_S)["requests"]:
                 found.append(Done(host=client.host, due_s=due_s, late_s=late_s, latency_s=latency_s, failure=failure))
         self._begun_s = None
         return found

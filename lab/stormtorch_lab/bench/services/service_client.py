@@ -125,7 +125,7 @@ def open_session(timeout_s: float) -> aiohttp.ClientSession:
 
 
 async def _await_servers(servers: Sequence[str]) -> None:
-    give_up_at = time.monotonic() + _ANSWER_S
+    deadline = time.monotonic() + _ANSWER_S
     async with open_session(5.0) as session:
         for server in servers:
             while True:
@@ -134,7 +134,7 @@ async def _await_servers(servers: Sequence[str]) -> None:
                         await answer.read()
                     break
                 except (aiohttp.ClientError, OSError, TimeoutError):
-                    if time.monotonic() > give_up_at:
+                    if time.monotonic() > deadline:
                         raise
                     await asyncio.sleep(0.05)
 
@@ -144,7 +144,7 @@ async def _serve_commands(host: int, servers: Sequence[str]) -> None:
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
     await _await_servers(servers)
-    _say({"ready": True, "nice": os.getpriority(os.PRIO_PROCESS, 0)})
+    _send({"ready": True, "nice": os.getpriority(os.PRIO_PROCESS, 0)})
     load: Load | None = None
     running: asyncio.Task[list[Request]] | None = None
     while line := await commands.readline():
@@ -161,7 +161,7 @@ async def _serve_commands(host: int, servers: Sequence[str]) -> None:
             running = asyncio.create_task(load.run())
         elif load is not None and running is not None:
             load.stop()
-            _say({"requests": [[*map(_rounded, request[:3]), request.failure] for request in await running]})
+            _send({"requests": [[*map(_rounded, request[:3]), request.failure] for request in await running]})
             load = running = None
 
 
@@ -169,7 +169,7 @@ def _rounded(seconds: float) -> float:
     return round(seconds, 6)
 
 
-def _say(what: dict[str, Any]) -> None:
+def _send(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)
 
 

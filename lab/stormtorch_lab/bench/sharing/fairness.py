@@ -1,6 +1,6 @@
 """Manners of the engine on a network that it does not know and has to share, with no rate given.
 
-    report = run_manners(MannersSettings(only=("incast", "tcp")))
+    report = run_fairness(FairnessSettings(only=("incast", "tcp")))
 
 Each finding is one figure of one lab, beside the bound it should keep:
   all-to-all, incast    packets that met a full queue: what the engine inflicts on itself, its cold start included
@@ -27,9 +27,9 @@ from stormtorch.network.units import parse_rate
 from stormtorch.telemetry.json_files import write_json
 from stormtorch.telemetry.progress import Advance, ignore_progress
 from stormtorch.telemetry.statistics import median
-from stormtorch_lab.bench.sharing.fairness_results import Finding, MannersSettings, lab_of
+from stormtorch_lab.bench.sharing.fairness_results import FairnessResult, FairnessSettings, lab_of
 from stormtorch_lab.bench.sharing.flows import SETTLING_S, finish, rate_between, rate_of, send_for_a_while, start_flow
-from stormtorch_lab.bench.sharing.low_priority import look_alone, look_at_pause
+from stormtorch_lab.bench.sharing.low_priority import measure_alone, measure_resumption
 from stormtorch_lab.jobs.ranks import Member, run_ranks
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.netns import Lab
@@ -48,11 +48,11 @@ _STEADY = 1.3
 
 
 @dataclass(frozen=True)
-class MannersReport:
+class FairnessReport:
     """Results, and the conditions under which they came out."""
 
     conditions: dict[str, Any]
-    findings: list[Finding]
+    findings: list[FairnessResult]
 
     def write(self, path: Path) -> None:
         """Writes JSON; makes missing folders."""
@@ -60,20 +60,20 @@ class MannersReport:
         write_json(path, {"conditions": self.conditions, "findings": findings})
 
 
-def run_manners(settings: MannersSettings, advance: Advance = ignore_progress) -> MannersReport:
+def run_fairness(settings: FairnessSettings, advance: Advance = ignore_progress) -> FairnessReport:
     """Looks at one thing after the other, each in a lab of its own."""
-    findings: list[Finding] = []
+    findings: list[FairnessResult] = []
     for done, name in enumerate(settings.only):
         advance(name, done)
-        findings += _LOOKS[name](settings)
+        findings += _MEASUREMENTS[name](settings)
     advance("done", len(settings.only))
-    return MannersReport(surroundings() | {"settings": asdict(settings)}, findings)
+    return FairnessReport(surroundings() | {"settings": asdict(settings)}, findings)
 
 
 # --- overflow --------------------------------------------------------------------------------------------------------
 
 
-def _look_at_overflow(settings: MannersSettings, name: str) -> list[Finding]:
+def _measure_overflow(settings: FairnessSettings, name: str) -> list[FairnessResult]:
     bits = parse_rate(settings.rate)
     # A second's worth at the busiest line: the receiver's, in an incast.
     size = round(bits / 8 / (settings.ranks - 1))
@@ -82,10 +82,10 @@ def _look_at_overflow(settings: MannersSettings, name: str) -> list[Finding]:
         return [_overflow(name, lab, settings.ranks, times)]
 
 
-def _overflow(name: str, lab: Lab, hosts: int, times: list[list[float]]) -> Finding:
+def _overflow(name: str, lab: Lab, hosts: int, times: list[list[float]]) -> FairnessResult:
     measured = lab.measured()
     who = "everyone to everyone" if name == "all-to-all" else f"{hosts - 1} to one"
-    return Finding(
+    return FairnessResult(
         name=name,
         what=f"{name}, {who}: packets that met a full queue",
         figure=measured.overflow,
@@ -117,7 +117,7 @@ def exchange_often(member: Member, kind: str, size: int, rounds: int) -> list[fl
 # --- sharing with TCP -------------------------------------------------------------------------------------------------
 
 
-def _look_at_sharing(settings: MannersSettings, name: str) -> list[Finding]:
+def _measure_sharing(settings: FairnessSettings, name: str) -> list[FairnessResult]:
     findings = []
     for control in settings.tcp:
         # Host 0 sends with the engine, host 1 with TCP, and both to host 2: they meet at the switch.
@@ -125,13 +125,18 @@ def _look_at_sharing(settings: MannersSettings, name: str) -> list[Finding]:
             alone = rate_of(*finish(start_flow(lab, control, _TOGETHER_S)))
             flow: list[Any] = []
 
-            def listen(
+            def on_message(
                 _rank: int, _what: object, lab: Lab = lab, control: str = control, flow: list[Any] = flow
             ) -> None:
                 flow.append(start_flow(lab, control, _TOGETHER_S))
 
             logs = run_ranks(
-                send_for_a_while, 3, (_HOW[name], _TOGETHER_S + 2), timeout_s=settings.timeout_s, listen=listen, lab=lab
+                send_for_a_while,
+                3,
+                (_HOW[name], _TOGETHER_S + 2),
+                timeout_s=settings.timeout_s,
+                on_message=on_message,
+                lab=lab,
             )
             begin, log = finish(flow[0])
             tcp = rate_of(begin, log)
@@ -141,15 +146,15 @@ def _look_at_sharing(settings: MannersSettings, name: str) -> list[Finding]:
 
 
 def _sharing(
-    name: str, settings: MannersSettings, control: str, lab: Lab, alone: float, tcp: float, own: float
-) -> Finding:
+    name: str, settings: FairnessSettings, control: str, lab: Lab, alone: float, tcp: float, own: float
+) -> FairnessResult:
     low = name != "tcp"
     bits = parse_rate(settings.rate)
     details = {"tcp": control, "tcp_alone_bits_per_s": alone, "tcp_bits_per_s": tcp, "storm_bits_per_s": own}
     what = f"beside one flow of TCP {control}: "
     yields = f'what that keeps of its own beside low priority, yield_to="{_HOW[name].get("yield_to")}"'
     what += yields if low else "the smaller one's share of the line"
-    return Finding(
+    return FairnessResult(
         name=name,
         what=what,
         figure=tcp / alone if low else min(tcp, own) / bits,
@@ -164,23 +169,23 @@ def _sharing(
 # --- a network that changes -------------------------------------------------------------------------------------------
 
 
-def _look_at_step(settings: MannersSettings, name: str) -> list[Finding]:
+def _measure_step(settings: FairnessSettings, name: str) -> list[FairnessResult]:
     hosts = 2 * settings.ranks
     bits = parse_rate(settings.rate)
     size = round(bits / 8 * 0.1)  # a few tenths of a second each
     with lab_of(settings, hosts) as lab:
 
-        def listen(_rank: int, _what: object) -> bool:
+        def on_message(_rank: int, _what: object) -> bool:
             lab.set(rate=bits / 2, loss=0.05)
             return True
 
-        times = run_ranks(reduce_often, hosts, (size,), timeout_s=settings.timeout_s, listen=listen, lab=lab)
+        times = run_ranks(reduce_often, hosts, (size,), timeout_s=settings.timeout_s, on_message=on_message, lab=lab)
         slowest = [max(each) for each in zip(*times, strict=True)]
         after = slowest[_STEP_ROUNDS:]
         steady = _STEADY * median(after[_STEP_ROUNDS // 2 :])
         unsteady = [index for index, seconds in enumerate(after) if seconds > steady]
         return [
-            Finding(
+            FairnessResult(
                 name=name,
                 what=f"{hosts} hosts, rate halved and 5 % loss switched on: exchanges until times are steady",
                 figure=1 + max((index for index in unsteady if index < _STEP_ROUNDS), default=-1),
@@ -201,7 +206,7 @@ def reduce_often(member: Member, size: int) -> list[float]:
         times = []
         for index in range(2 * _STEP_ROUNDS):
             if index == _STEP_ROUNDS and member.rank == 0:
-                member.ask("change")
+                member.request("change")
             tensor.fill_(1)
             begin = time.perf_counter()
             all_reduce(group, tensor).wait()
@@ -211,13 +216,13 @@ def reduce_often(member: Member, size: int) -> list[float]:
         return times
 
 
-_LOOKS: dict[str, Callable[[MannersSettings], list[Finding]]] = {
-    "all-to-all": lambda settings: _look_at_overflow(settings, "all-to-all"),
-    "incast": lambda settings: _look_at_overflow(settings, "incast"),
-    "tcp": lambda settings: _look_at_sharing(settings, "tcp"),
-    "low": lambda settings: _look_at_sharing(settings, "low"),
-    "latency": lambda settings: _look_at_sharing(settings, "latency"),
-    "alone": look_alone,
-    "pause": look_at_pause,
-    "step": lambda settings: _look_at_step(settings, "step"),
+_MEASUREMENTS: dict[str, Callable[[FairnessSettings], list[FairnessResult]]] = {
+    "all-to-all": lambda settings: _measure_overflow(settings, "all-to-all"),
+    "incast": lambda settings: _measure_overflow(settings, "incast"),
+    "tcp": lambda settings: _measure_sharing(settings, "tcp"),
+    "low": lambda settings: _measure_sharing(settings, "low"),
+    "latency": lambda settings: _measure_sharing(settings, "latency"),
+    "alone": measure_alone,
+    "pause": measure_resumption,
+    "step": lambda settings: _measure_step(settings, "step"),
 }

@@ -7,15 +7,15 @@ from stormtorch.checks import check_between, check_subset
 from stormtorch_lab.netns import Conditions, Lab
 from stormtorch_lab.netns.access import available_tcp
 
-MANNERS = ("all-to-all", "incast", "tcp", "low", "latency", "alone", "pause", "step")
+FAIRNESS_CHECKS = ("all-to-all", "incast", "tcp", "low", "latency", "alone", "pause", "step")
 """Things to look at."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MannersSettings:
+class FairnessSettings:
     """Settings: what to look at, and on which network."""
 
-    only: tuple[str, ...] = MANNERS
+    only: tuple[str, ...] = FAIRNESS_CHECKS
     rate: str = "200mbit"
     """Rate of each host's line."""
     queue: str = "256kb"
@@ -29,7 +29,7 @@ class MannersSettings:
     """Seconds after which a finding must be there."""
 
     def __post_init__(self) -> None:
-        check_subset("only", self.only, MANNERS)
+        check_subset("only", self.only, FAIRNESS_CHECKS)
         check_between("ranks", self.ranks, 3, 16)
         check_between("timeout_s", self.timeout_s, 30, 1e6)
         check_subset("tcp", self.tcp, available_tcp())
@@ -37,7 +37,7 @@ class MannersSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class FairnessResult:
     """Figure and its bound."""
 
     name: str
@@ -56,6 +56,6 @@ class Finding:
         return self.figure <= self.bound if self.at_most else self.figure >= self.bound
 
 
-def lab_of(settings: MannersSettings, hosts: int) -> Lab:
+def lab_of(settings: FairnessSettings, hosts: int) -> Lab:
     """Makes a lab of some hosts."""
     return Lab(hosts, Conditions(rate=settings.rate, queue=settings.queue, delay=settings.delay), management=True)

@@ -30,7 +30,7 @@ def send_for_a_while(member: Member, how: dict[str, Any], seconds: float) -> lis
         data, again = torch.ones(250_000), torch.ones(1)
         end = time.monotonic() + seconds
         if member.rank == 0:
-            member.tell("sending")
+            member.report("sending")
         while member.rank != 1 and again.item():
             if member.rank == 0:
                 again.fill_(time.monotonic() < end)

@@ -10,7 +10,7 @@ from stormtorch.exchange.options import Options
 from stormtorch.joining.rendezvous import connect
 from stormtorch.network.units import parse_rate
 from stormtorch.telemetry.statistics import median
-from stormtorch_lab.bench.sharing.fairness_results import Finding, MannersSettings, lab_of
+from stormtorch_lab.bench.sharing.fairness_results import FairnessResult, FairnessSettings, lab_of
 from stormtorch_lab.bench.sharing.flows import finish, send_for_a_while, start_flow
 from stormtorch_lab.jobs.ranks import Member, run_ranks
 from stormtorch_lab.netns import Lab
@@ -23,7 +23,7 @@ _PAUSES, _ON_S, _OFF_S = 4, 3.0, 3.0
 _BACK, _OVER_S = 0.8, 0.1
 
 
-def look_alone(settings: MannersSettings) -> list[Finding]:
+def measure_alone(settings: FairnessSettings) -> list[FairnessResult]:
     """Compares exchanges of low and of normal priority, side by side in one job that has the network to itself."""
     size = round(parse_rate(settings.rate) / 8 * 0.1)
     with lab_of(settings, settings.ranks) as lab:
@@ -32,7 +32,7 @@ def look_alone(settings: MannersSettings) -> list[Finding]:
         # The first exchanges of each find their rate.
         normal, low = (median(each[5:]) for each in slowest)
         return [
-            Finding(
+            FairnessResult(
                 name="alone",
                 what="alone on the line: time of an exchange of low priority, as a part of a normal one's",
                 figure=low / normal,
@@ -60,7 +60,7 @@ def take_turns(member: Member, size: int) -> tuple[list[float], list[float]]:
         return times
 
 
-def look_at_pause(settings: MannersSettings) -> list[Finding]:
+def measure_resumption(settings: FairnessSettings) -> list[FairnessResult]:
     """Lets a TCP flow come and go beside a flow of low priority that yields to latency."""
     findings = []
     bits = parse_rate(settings.rate)
@@ -68,7 +68,7 @@ def look_at_pause(settings: MannersSettings) -> list[Finding]:
         with lab_of(settings, 3) as lab:
             flows: list[list[tuple[float, int]]] = []
 
-            def listen(
+            def on_message(
                 _rank: int, _what: object, lab: Lab = lab, control: str = control, flows: list[Any] = flows
             ) -> None:
                 for _ in range(_PAUSES):
@@ -78,10 +78,12 @@ def look_at_pause(settings: MannersSettings) -> list[Finding]:
 
             seconds = _PAUSES * (_ON_S + _OFF_S) + _OFF_S + 2.0
             how = {"priority": "low", "yield_to": "latency"}
-            logs = run_ranks(send_for_a_while, 3, (how, seconds), timeout_s=settings.timeout_s, listen=listen, lab=lab)
+            logs = run_ranks(
+                send_for_a_while, 3, (how, seconds), timeout_s=settings.timeout_s, on_message=on_message, lab=lab
+            )
             waits = [_back_after(logs[2], log[-1][0], bits) for log in flows]
             findings.append(
-                Finding(
+                FairnessResult(
                     name="pause",
                     what=f"TCP {control} pauses: seconds until low priority has {_BACK:.0%} of the line again, at most",
                     figure=max(waits),

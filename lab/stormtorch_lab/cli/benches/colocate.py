@@ -6,8 +6,8 @@ import typer
 from rich.console import Console
 
 from stormtorch.checks import BadSetting, blaming
-from stormtorch.cli.console import check_outputs, ending_signals, friendly_errors, names, numbers, save
-from stormtorch.cli.terminal.completion import offer, offer_list
+from stormtorch.cli.console import check_outputs, friendly_errors, handle_termination_signals, names, numbers, save
+from stormtorch.cli.terminal.completion import complete_choice, complete_choice_list
 from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli.terminal.choices import NEIGHBOURS, YieldTo
 from stormtorch_lab.cli.terminal.options import (
@@ -32,7 +32,7 @@ def colocate(
         typer.Option(
             help="Trainings beside the service, separated by commas: model-averaging, lead, ddp (on gloo, of "
             "normal priority), ddp-low (marked as low), none (the service alone).",
-            autocompletion=offer_list(NEIGHBOURS),
+            autocompletion=complete_choice_list(NEIGHBOURS),
         ),
     ] = "model-averaging,none",
     prefer: Annotated[
@@ -41,7 +41,7 @@ def colocate(
             help="How strongly the service is preferred, separated by commas. equal: no classes, all packets alike; a "
             "number: the training is marked as low priority, and has that share of a line while the service wants it "
             "all.",
-            autocompletion=offer("equal,0.3,0.1,0.02"),
+            autocompletion=complete_choice("equal,0.3,0.1,0.02"),
         ),
     ] = "equal,0.3,0.1,0.02",
     seconds: Annotated[
@@ -152,7 +152,7 @@ def colocate(
       stormtorch bench colocate --allowed-loss 0.1 --requests 200 --seconds 20
       stormtorch bench colocate --prefer 0.02 --requests 100 --seconds 600
     """
-    with friendly_errors(), ending_signals():
+    with friendly_errors(), handle_termination_signals():
         from stormtorch.cli.terminal.screen import progress_bar
         from stormtorch_lab.bench.services.colocate import ColocateSettings
         from stormtorch_lab.bench.services.colocate_results import ColocateReport

@@ -6,12 +6,12 @@ import typer
 from rich.console import Console
 
 from stormtorch.cli.console import check_outputs, friendly_errors, names, numbers, save
-from stormtorch.cli.terminal.completion import offer_list
+from stormtorch.cli.terminal.completion import complete_choice_list
 from stormtorch.cli.terminal.help_layout import App
 from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli.benches import colocate, steps, suite, virtual
 from stormtorch_lab.cli.networks import lab_network, typed_burst, with_links
-from stormtorch_lab.cli.terminal.choices import BACKENDS, LAB_BACKENDS, LAB_WARMUP, MANNERS, WARMUP, Dtype
+from stormtorch_lab.cli.terminal.choices import BACKENDS, FAIRNESS_CHECKS, LAB_BACKENDS, LAB_WARMUP, WARMUP, Dtype
 from stormtorch_lab.cli.terminal.options import (
     Backends,
     BackendsAnywhere,
@@ -21,7 +21,6 @@ from stormtorch_lab.cli.terminal.options import (
     Jitter,
     LabBurst,
     LabLoss,
-    Patience,
     PerLink,
     Queue,
     Ranks,
@@ -29,6 +28,7 @@ from stormtorch_lab.cli.terminal.options import (
     Seed,
     Tcp,
     Timeout,
+    WaitLimit,
     Warmup,
     WarmupAnywhere,
 )
@@ -72,7 +72,7 @@ def allreduce(
     tcp: Tcp = None,
     per_link: PerLink = None,
     cable: Cable = None,
-    patience_s: Patience = 30.0,
+    patience_s: WaitLimit = 30.0,
     ranks_per_host: Annotated[
         int, typer.Option(help="In a lab: ranks on each host, of all --ranks. storm-flat does without their hierarchy.")
     ] = 1,
@@ -165,7 +165,7 @@ def sweep(
     warmup: Warmup = LAB_WARMUP,
     backends: Backends = LAB_BACKENDS,
     seed: Seed = 0,
-    patience_s: Patience = 30.0,
+    patience_s: WaitLimit = 30.0,
     json: Json = None,
     plot: Plot = None,
     timeout_s: Annotated[float, typer.Option(help="Give up a point after so many seconds.")] = 600.0,
@@ -254,15 +254,20 @@ def latency(
 @app.command()
 def manners(
     only: Annotated[
-        str, typer.Option(help="What to look at, separated by commas.", autocompletion=offer_list(MANNERS))
-    ] = MANNERS,
+        str,
+        typer.Option(
+            help="What to look at, separated by commas.", autocompletion=complete_choice_list(FAIRNESS_CHECKS)
+        ),
+    ] = FAIRNESS_CHECKS,
     rate: Annotated[str, typer.Option(help="Rate of each host's line; the engine is not told.")] = "200mbit",
     queue: Annotated[str, typer.Option(help="Bytes that may wait at each end of a line.")] = "256kb",
     delay: Annotated[str, typer.Option(help="Delay from host to host, one way.")] = "0ms",
     ranks: Annotated[int, typer.Option(help="Ranks for all-to-all and incast; step has twice as many: 3 to 16.")] = 4,
     tcp: Annotated[
         str,
-        typer.Option(help="Congestion controls of the flow beside it.", autocompletion=offer_list("cubic,bbr,reno")),
+        typer.Option(
+            help="Congestion controls of the flow beside it.", autocompletion=complete_choice_list("cubic,bbr,reno")
+        ),
     ] = "cubic,bbr",
     json: Json = None,
     timeout_s: Annotated[float, typer.Option(help="Give up one of them after so many seconds.")] = 300.0,
@@ -280,15 +285,15 @@ def manners(
     """
     with friendly_errors():
         from stormtorch.cli.terminal.screen import progress_bar
-        from stormtorch_lab.bench.sharing.fairness import run_manners
-        from stormtorch_lab.bench.sharing.fairness_results import MannersSettings
-        from stormtorch_lab.cli.tables.bench import manners_table
+        from stormtorch_lab.bench.sharing.fairness import run_fairness
+        from stormtorch_lab.bench.sharing.fairness_results import FairnessSettings
+        from stormtorch_lab.cli.tables.bench import fairness_table
 
-        settings = MannersSettings(
+        settings = FairnessSettings(
             only=names(only), rate=rate, queue=queue, delay=delay, ranks=ranks, tcp=names(tcp), timeout_s=timeout_s
         )
         check_outputs(json)
         with progress_bar(len(settings.only), "making a lab") as advance:
-            report = run_manners(settings, advance)
-        Console().print(manners_table(report))
+            report = run_fairness(settings, advance)
+        Console().print(fairness_table(report))
         save(report.write, json)

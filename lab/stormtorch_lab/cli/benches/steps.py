@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 
 from stormtorch.cli.console import check_outputs, friendly_errors, names, save
-from stormtorch.cli.terminal.completion import offer
+from stormtorch.cli.terminal.completion import complete_choice
 from stormtorch.cli.terminal.options import Json, Plot
 from stormtorch_lab.cli.networks import lab_network, with_links
 from stormtorch_lab.cli.terminal.choices import (
@@ -31,7 +31,6 @@ from stormtorch_lab.cli.terminal.options import (
     LabLoss,
     Layers,
     Learners,
-    Patience,
     PerLink,
     Queue,
     Ranks,
@@ -40,6 +39,7 @@ from stormtorch_lab.cli.terminal.options import (
     Set,
     Tcp,
     Timeout,
+    WaitLimit,
     WarmupAnywhere,
     Wires,
 )
@@ -68,7 +68,8 @@ def ddp(
     device: Annotated[
         str,
         typer.Option(
-            help="Device of the model: cpu, or cuda, where all ranks share a GPU.", autocompletion=offer("cpu,cuda")
+            help="Device of the model: cpu, or cuda, where all ranks share a GPU.",
+            autocompletion=complete_choice("cpu,cuda"),
         ),
     ] = "cpu",
     seed: Seed = 0,
@@ -83,7 +84,7 @@ def ddp(
     queue: Queue = None,
     tcp: Tcp = None,
     per_link: PerLink = None,
-    patience_s: Patience = 30.0,
+    patience_s: WaitLimit = 30.0,
     ranks_per_host: Annotated[
         int,
         typer.Option(help="In a lab: ranks on each host, of all --ranks. storm-drift-flat does without hierarchy."),

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from stormtorch.cli.console import friendly_errors, names
-from stormtorch.cli.terminal.completion import offer_list
+from stormtorch.cli.terminal.completion import complete_choice_list
 from stormtorch_lab.cli.terminal.choices import SUITE
 
 
@@ -19,7 +19,9 @@ def all_parts(
     only: Annotated[
         str | None,
         typer.Option(
-            help="Parts to measure, separated by commas.", show_default=f"{SUITE}", autocompletion=offer_list(SUITE)
+            help="Parts to measure, separated by commas.",
+            show_default=f"{SUITE}",
+            autocompletion=complete_choice_list(SUITE),
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for a JSON file of each measurement.", file_okay=False)] = Path(
@@ -93,9 +95,9 @@ def _minutes(seconds: float) -> str:
 def _measured(words: list[str], at_most_s: float) -> bool:
     """Runs one command; returns whether it succeeded. However this ends, also by Ctrl-C, it has ended."""
     process = subprocess.Popen([sys.executable, "-m", "stormtorch.cli", "bench", *words])
-    give_up_at = time.monotonic() + at_most_s
+    deadline = time.monotonic() + at_most_s
     try:
-        return process.wait(give_up_at - time.monotonic()) == 0
+        return process.wait(deadline - time.monotonic()) == 0
     except subprocess.TimeoutExpired:
         typer.echo(f"given up after {at_most_s:g} s", err=True)
         return False

@@ -6,8 +6,8 @@ import typer
 from rich.console import Console
 
 from stormtorch.checks import BadSetting
-from stormtorch.cli.console import check_outputs, ending_signals, friendly_errors, numbers, save
-from stormtorch.cli.terminal.completion import offer
+from stormtorch.cli.console import check_outputs, friendly_errors, handle_termination_signals, numbers, save
+from stormtorch.cli.terminal.completion import complete_choice
 from stormtorch.cli.terminal.options import Json, Plot
 
 _TARGETS_S = (0.002, 0.005, 0.010)
@@ -19,7 +19,7 @@ def colocate_virtual(
         typer.Option(
             help="paper: 16 hosts at 1 Gbit/s, 2.4 Gbit/s of training in all; lab: 8 hosts at 100 Mbit/s, as "
             "`bench colocate` has them.",
-            autocompletion=offer("paper,lab"),
+            autocompletion=complete_choice("paper,lab"),
         ),
     ] = "paper",
     requests: Annotated[
@@ -55,7 +55,7 @@ def colocate_virtual(
       stormtorch bench colocate-virtual --json virtual.json --plot virtual.png
       stormtorch bench colocate-virtual --scale lab --requests 100,200,400 --seeds 3
     """
-    with friendly_errors(), ending_signals():
+    with friendly_errors(), handle_termination_signals():
         from dataclasses import replace
 
         from stormtorch.cli.terminal.screen import progress_bar

@@ -59,9 +59,9 @@ def plot_chaos(report: ChaosReport, path: Path) -> None:
 def _draw_activity(report: ChaosReport, lanes: Any, hosts: int) -> None:
     """Draws a grey bar wherever a host makes steps."""
     for host in range(hosts):
-        for life in report.history.of_host(host):
+        for process_log in report.history.of_host(host):
             bars: list[list[float]] = []
-            for step in life.steps:
+            for step in process_log.steps:
                 t = step.t - report.start_s
                 if bars and t - bars[-1][1] <= _STANDS_S:
                     bars[-1][1] = t

@@ -9,7 +9,7 @@ from stormtorch_lab.cli.plots.labels import label_ends
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from stormtorch_lab.bench.services.colocate_results import ColocateReport, Row
+    from stormtorch_lab.bench.services.colocate_results import CaseSummary, ColocateReport
 
 _COLOURS = {
     "model-averaging": "#d9480f",
@@ -50,7 +50,7 @@ def plot_colocate(report: "ColocateReport", path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def headline(rows: "list[Row]") -> str:
+def headline(rows: "list[CaseSummary]") -> str:
     """Says what the picture shows: the largest speed-up beside a training that loses, and that loss."""
     known = [row for row in rows if row.speedup and row.loss is not None and row.low_share is not None]
     best = max((row for row in known if row.train != "ddp-low"), key=lambda row: row.speedup or 0.0, default=None)
@@ -62,9 +62,9 @@ def headline(rows: "list[Row]") -> str:
     )
 
 
-def _speedups(axis: "Axes", rows: "list[Row]", price: dict[int, float]) -> None:
+def _speedups(axis: "Axes", rows: "list[CaseSummary]", price: dict[int, float]) -> None:
     """Speed-up against its price, by identity of a row: a line for each training and rate, along the preferences."""
-    curves: dict[tuple[str, float], list[Row]] = {}
+    curves: dict[tuple[str, float], list[CaseSummary]] = {}
     for row in rows:
         if row.speedup is not None and id(row) in price:
             curves.setdefault((row.train, row.requests), []).append(row)
@@ -95,9 +95,9 @@ def _speedups(axis: "Axes", rows: "list[Row]", price: dict[int, float]) -> None:
     axis.set_ylabel("speed-up of the service, by mean latency")
 
 
-def _latencies(axis: "Axes", rows: "list[Row]", at_s: float) -> None:
+def _latencies(axis: "Axes", rows: "list[CaseSummary]", at_s: float) -> None:
     """Mean latency against the rate of requests: a line for each training and preference."""
-    curves: dict[tuple[str, str], list[Row]] = {}
+    curves: dict[tuple[str, str], list[CaseSummary]] = {}
     for row in rows:
         if row.mean_s is not None:
             curves.setdefault((row.train, row.prefer), []).append(row)

@@ -23,18 +23,18 @@ def label_ends(axis: "Axes", *, fontsize: float = 8.5) -> None:
         _, at = axis.transAxes.inverted().transform(axis.transData.transform((x[inside[-1]], y[inside[-1]])))
         ends.append((min(max(float(at), 0.0), 1.0), line))
     ends.sort(key=lambda end: end[0])
-    places = [at for at, _ in ends]
+    positions = [at for at, _ in ends]
     heights = [_LINE * (1 + str(line.get_label()).count("\n")) + _SPACE for _, line in ends]
     for _ in range(100):
-        for index in range(1, len(places)):
-            lacking = (heights[index] + heights[index - 1]) / 2 - (places[index] - places[index - 1])
+        for index in range(1, len(positions)):
+            lacking = (heights[index] + heights[index - 1]) / 2 - (positions[index] - positions[index - 1])
             if lacking > 0:
-                places[index] += lacking / 2
-                places[index - 1] -= lacking / 2
-    for place, (_, line) in zip(places, ends, strict=True):
+                positions[index] += lacking / 2
+                positions[index - 1] -= lacking / 2
+    for label_y, (_, line) in zip(positions, ends, strict=True):
         axis.annotate(
             str(line.get_label()),
-            (1.02, place),
+            (1.02, label_y),
             xycoords="axes fraction",
             color=line.get_color(),
             fontsize=fontsize,

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stormtorch_lab.report.names import file_names
-from stormtorch_lab.report.parts import Bars, Lines, Page, Timeline
+from stormtorch_lab.report.parts import BarChart, LineChart, Page, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,18 +31,18 @@ def plot_page(page: Page, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in file_names(page):
-        if not isinstance(part, Lines | Bars | Timeline):
+        if not isinstance(part, LineChart | BarChart | Timeline):
             continue
         high = (
             4.2
-            if isinstance(part, Lines)
-            else 1.2 + 0.45 * len(part.table().rows if isinstance(part, Bars) else part.lanes)
+            if isinstance(part, LineChart)
+            else 1.2 + 0.45 * len(part.table().rows if isinstance(part, BarChart) else part.lanes)
         )
         figure = Figure(figsize=(8.4, high), layout="constrained")
         axis = figure.subplots()
-        if isinstance(part, Lines):
+        if isinstance(part, LineChart):
             _draw_lines(axis, part)
-        elif isinstance(part, Bars):
+        elif isinstance(part, BarChart):
             _draw_bars(axis, part)
         else:
             _draw_lanes(axis, part)
@@ -51,7 +51,7 @@ def plot_page(page: Page, folder: Path) -> None:
         figure.savefig(folder / f"{name}.png", dpi=150)
 
 
-def _draw_lines(axis: "Axes", chart: Lines) -> None:
+def _draw_lines(axis: "Axes", chart: LineChart) -> None:
     for each in chart.series:
         colour = _COLOURS[each.colour]
         style = "--" if each.dashed else "-"
@@ -85,7 +85,7 @@ def _draw_lines(axis: "Axes", chart: Lines) -> None:
         axis.set_yscale("log")
 
 
-def _draw_bars(axis: "Axes", chart: Bars) -> None:
+def _draw_bars(axis: "Axes", chart: BarChart) -> None:
     for row, bar in enumerate(chart.bars):
         axis.barh(row, bar.value, color=_COLOURS[bar.colour], alpha=0.35)
         axis.scatter(bar.dots, [row] * len(bar.dots), color=_COLOURS[bar.colour], s=10)

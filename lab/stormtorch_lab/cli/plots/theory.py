@@ -87,12 +87,12 @@ def _drift(axis: "Axes", found: Prediction) -> None:
 
 def _lags(axis: "Axes", found: Prediction) -> None:
     lags = range(max(6, 1 + (found.max_lag or 0)))
-    while theory.lag_chance(lags[-1], found.p) > 1e-6 and len(lags) < 24:
+    while theory.lag_probability(lags[-1], found.p) > 1e-6 and len(lags) < 24:
         lags = range(len(lags) + 1)
-    free = [100 * theory.lag_chance(lag, found.p) for lag in lags]
+    free = [100 * theory.lag_probability(lag, found.p) for lag in lags]
     axis.bar(lags, free, width=0.8, color=_BLUE, alpha=0.35, label="no bound")
     if found.max_lag is not None:
-        bounded = [100 * theory.lag_chance(lag, found.p, found.max_lag) for lag in lags]
+        bounded = [100 * theory.lag_probability(lag, found.p, found.max_lag) for lag in lags]
         axis.bar(lags, bounded, width=0.4, color=_RED, label=f"at most {found.max_lag}, then fetched")
     axis.axvline(found.mean_lag, color=_GREY, linestyle=_DASHED, label=f"mean, {found.mean_lag:.2f} steps")
     axis.set_yscale("log")

@@ -43,9 +43,9 @@ def plot_training(report: TrainReport, path: Path) -> None:
     by_second.set(xlabel="seconds of training", ylabel="validation loss")
     by_second.spines[["top", "right"]].set_visible(False)
     label_ends(by_second)
-    data, settings = report.asked["data"]["name"], report.settings
+    data, settings = report.requested["data"]["name"], report.settings
     figure.suptitle(
-        f"{report.asked['params'] / 1e6:.2g} M parameters, {data}, {settings.ranks} ranks, {where_text(report)}\n"
+        f"{report.requested['params'] / 1e6:.2g} M parameters, {data}, {settings.ranks} ranks, {where_text(report)}\n"
         f"{100 * report.measured['loss']:.1f} % lost, measured",
         fontsize=11,
     )

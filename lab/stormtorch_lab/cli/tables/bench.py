@@ -7,10 +7,10 @@ from rich.table import Table
 from stormtorch.cli.terminal.screen import new_table
 from stormtorch.telemetry.text import (
     bursts_of,
-    crowding_text,
     loss_of,
     loss_text,
     network_text,
+    oversubscription_text,
     rate_text,
     ratio_text,
     share_text,
@@ -22,7 +22,7 @@ from stormtorch_lab.cli.tables.captions import loss_sentence, much_withheld, rou
 
 if TYPE_CHECKING:
     from stormtorch_lab.bench.latency import LatencyReport
-    from stormtorch_lab.bench.sharing.fairness import MannersReport
+    from stormtorch_lab.bench.sharing.fairness import FairnessReport
     from stormtorch_lab.bench.sweep import SweepReport
 
 
@@ -84,7 +84,7 @@ def _cable_caption(conditions: dict[str, Any]) -> str:
 
 def _loopback_caption(conditions: dict[str, Any]) -> str:
     text = f"{conditions['iters']} interleaved rounds; times are the slowest rank's; {_RATIOS}{_COPIES}{_CPU}"
-    text += crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
+    text += oversubscription_text(conditions["ranks"], conditions["machine"]["cores_usable"])
     if conditions["faults_requested"]:
         text += (
             f" Injected loss: {loss_text(conditions['faults_requested'])} asked, "
@@ -156,7 +156,7 @@ def latency_table(report: "LatencyReport") -> Table:
         f"latency of all-reduce over {conditions['ranks']} ranks, loopback",
         f"{conditions['iters']} interleaved rounds per size; times are the slowest rank's, from leaving a barrier; CPU "
         "is processor time of all ranks, per call and per GB of the tensor."
-        + crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
+        + oversubscription_text(conditions["ranks"], conditions["machine"]["cores_usable"])
         + f" An empty exchange between two ranks, back to back, median: {empty}."
         + f" CPU of a process that is connected and idle, in percent of a core: {idle}.",
         keys=2,
@@ -182,7 +182,7 @@ def latency_table(report: "LatencyReport") -> Table:
     return table
 
 
-def manners_table(report: "MannersReport") -> Table:
+def fairness_table(report: "FairnessReport") -> Table:
     """One row per finding."""
     table = new_table("on a network that it does not know, with no rate given")
     for heading in ("", "figure", "bound", ""):

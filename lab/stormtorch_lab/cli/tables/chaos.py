@@ -86,7 +86,7 @@ def timeline_table(report: "ChaosReport") -> Table:
         struck = row.struck
         table.add_row(
             f"{struck.began_s - report.start_s:.1f} s",
-            escape(struck.fault.words),
+            escape(struck.fault.description),
             f"{struck.ended_s - struck.began_s:.1f} s",
             "never" if row.pause_s is None else _time(row.pause_s),
             _time(row.return_s),

@@ -77,9 +77,9 @@ def policy_table(report: SimReport) -> Table:
 def title_text(report: SimReport) -> str:
     """Describes what was simulated."""
     settings = report.settings
-    name = report.asked["data"]["data"]["name"]
+    name = report.requested["data"]["data"]["name"]
     return (
-        f"{report.asked['params'] / 1e6:.2g} M parameters, {name}, {settings.steps} steps on {settings.workers} "
+        f"{report.requested['params'] / 1e6:.2g} M parameters, {name}, {settings.steps} steps on {settings.workers} "
         f"virtual workers, {network_text(settings.loss_model())}"
     )
 

@@ -7,8 +7,8 @@ from rich.table import Table
 from stormtorch.cli.terminal.screen import new_table
 from stormtorch.telemetry.text import (
     condition_text,
-    crowding_text,
     network_text,
+    oversubscription_text,
     ratio_text,
     share_text,
     signed_time_text,
@@ -81,7 +81,7 @@ def _ddp_caption(conditions: dict[str, Any]) -> str:
         text += ". Moved: what each rank must send, and receive as much; ideal: at the rate of its line."
     text += " CPU: processor time of all ranks beyond that of no_sync, per GB of gradients."
     if not in_lab:
-        text += crowding_text(conditions["ranks"], conditions["machine"]["cores_usable"])
+        text += oversubscription_text(conditions["ranks"], conditions["machine"]["cores_usable"])
     return text + troubles_text(conditions)
 
 

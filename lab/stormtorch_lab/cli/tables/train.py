@@ -9,7 +9,7 @@ from rich.table import Table
 
 from stormtorch.cli.terminal.screen import new_table
 from stormtorch.telemetry.statistics import mean, median, spread
-from stormtorch.telemetry.text import crowding_text, loss_text, network_text, ratio_text, share_text, time_text
+from stormtorch.telemetry.text import loss_text, network_text, oversubscription_text, ratio_text, share_text, time_text
 from stormtorch_lab.studies.results import StudyReport, TrainReport, TrainResult
 from stormtorch_lab.studies.settings import StudySettings
 
@@ -46,7 +46,7 @@ def policy_table(report: TrainReport) -> Table:
     settings = report.settings
     judged = "perplexity" if report.language else "points of accuracy"
     title = (
-        f"{report.asked['params'] / 1e6:.2g} M parameters, {report.asked['data']['name']}, {settings.steps} steps on "
+        f"{report.requested['params'] / 1e6:.2g} M parameters, {report.requested['data']['name']}, {settings.steps} steps on "
         f"{settings.ranks} ranks, {where_text(report)}"
     )
     caption = f"against lossless: {judged}, of the same seed. step: median, by the slowest rank. drift: mean squared "
@@ -54,7 +54,7 @@ def policy_table(report: TrainReport) -> Table:
     if settings.seeds > 1:
         caption += f" Means over {settings.seeds} seeds, ± their standard deviation."
     if settings.network is None:
-        caption += crowding_text(settings.ranks, report.conditions["machine"]["cores_usable"])
+        caption += oversubscription_text(settings.ranks, report.conditions["machine"]["cores_usable"])
     if drops := report.measured["kernel_drops"]:
         caption += f" The kernel dropped {drops} datagrams for want of buffer."
     table = new_table(title, caption)

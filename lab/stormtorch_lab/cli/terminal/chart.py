@@ -10,7 +10,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A line to draw, with its name at its end."""
 
     name: str
@@ -19,7 +19,14 @@ class Line:
 
 
 def draw_lines(
-    lines: Sequence[Line], *, width: int, height: int, x_most: float, x_label: str, y_label: str, braille: bool = True
+    lines: Sequence[ChartLine],
+    *,
+    width: int,
+    height: int,
+    x_most: float,
+    x_label: str,
+    y_label: str,
+    braille: bool = True,
 ) -> Text:
     """Draws lines into a text of `height` rows and an axis below; the horizontal axis runs from 0 to `x_most`."""
     values = [y for line in lines for _, y in line.points]

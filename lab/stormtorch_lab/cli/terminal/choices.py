@@ -35,7 +35,7 @@ LAB_LEARNERS = "gloo-bbr,storm-drift"
 FAULTS = "kill,pause,cut,link,outage,partition,storm,mtu,join,leave"
 SUITE = "allreduce,latency,ddp,cable,lab,hierarchy,mpi"
 NEIGHBOURS = "model-averaging,lead,ddp,ddp-low,none"
-MANNERS = "all-to-all,incast,tcp,low,latency,alone,pause,step"
+FAIRNESS_CHECKS = "all-to-all,incast,tcp,low,latency,alone,pause,step"
 WARMUP, LAB_WARMUP = 3, 1
 PARAMS_M, LAB_PARAMS_M = 25.0, 10.0
 
@@ -50,7 +50,7 @@ class Wire(StrEnum):
     int4 = "int4"
 
 
-class Shards(StrEnum):
+class ShardSizes(StrEnum):
     """Ways to divide the parameters among the ranks."""
 
     equal = "equal"

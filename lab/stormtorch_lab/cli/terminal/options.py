@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from stormtorch.cli.terminal.completion import offer, offer_list
+from stormtorch.cli.terminal.completion import complete_choice, complete_choice_list
 from stormtorch_lab.cli.terminal.choices import (
     DDP_BACKENDS,
     LAB_BACKENDS,
@@ -20,7 +20,7 @@ from stormtorch_lab.cli.terminal.choices import (
     How,
     Optimizer,
     Precision,
-    Shards,
+    ShardSizes,
     Weights,
     Wire,
     spaced,
@@ -42,7 +42,7 @@ Seeds = Annotated[
 FirstSeed = Annotated[int, typer.Option(help="First of the seeds; the others follow.")]
 Seed = Annotated[int, typer.Option(help="Seed of the loss: the same packets of each link are lost again.")]
 Timeout = Annotated[float, typer.Option(help="Give up after so many seconds in all.")]
-Patience = Annotated[
+WaitLimit = Annotated[
     float,
     typer.Option(
         help="Give up a call over TCP after so many seconds; a backend that has used as many skips the other rounds.",
@@ -68,7 +68,7 @@ PolicyNames = Annotated[
     typer.Option(
         "--policy",
         help=f"Policies to compare, {_LIST}: {spaced(POLICIES)}; or classes in files, as my.py:MyPolicy.",
-        autocompletion=offer_list(POLICIES),
+        autocompletion=complete_choice_list(POLICIES),
         rich_help_panel=_POLICY,
     ),
 ]
@@ -99,7 +99,7 @@ Lead = Annotated[
     ),
 ]
 ShardsName = Annotated[
-    Shards,
+    ShardSizes,
     typer.Option(
         "--shards",
         help="How much each rank owns: the same, or by what its line and its processor are measured to carry.",
@@ -120,7 +120,7 @@ RedundancyText = Annotated[
         "--redundancy",
         help="plain and lead: parity chunks for each data chunk, which bring lost ones back; auto: as much as the "
         "loss calls for and a narrow --wire pays for.",
-        autocompletion=offer("auto,0.25,0.5,1"),
+        autocompletion=complete_choice("auto,0.25,0.5,1"),
         rich_help_panel=_POLICY,
     ),
 ]
@@ -214,7 +214,7 @@ Rate = Annotated[
     str | None,
     typer.Option(
         help="Rate of each host's line, both ways: 400mbit, 1gbit, unlimited.",
-        autocompletion=offer("20mbit,100mbit,400mbit,1gbit,unlimited"),
+        autocompletion=complete_choice("20mbit,100mbit,400mbit,1gbit,unlimited"),
         rich_help_panel=_LAB,
     ),
 ]
@@ -263,7 +263,7 @@ Tcp = Annotated[
     str | None,
     typer.Option(
         help="Congestion control of TCP on the hosts: bbr, cubic, ...",
-        autocompletion=offer("bbr,cubic,reno"),
+        autocompletion=complete_choice("bbr,cubic,reno"),
         show_default="this machine's",
         rich_help_panel=_LAB,
     ),
@@ -290,7 +290,7 @@ LabName = Annotated[str | None, typer.Option("--lab", help="Name of the lab, if 
 Model = Annotated[
     str,
     typer.Option(
-        help=f"Model to train: one of {spaced(MODELS)}.", autocompletion=offer(MODELS), rich_help_panel=_MODEL
+        help=f"Model to train: one of {spaced(MODELS)}.", autocompletion=complete_choice(MODELS), rich_help_panel=_MODEL
     ),
 ]
 _DATA_HELP = "File or folder to learn from"
@@ -382,7 +382,9 @@ Deterministic = Annotated[
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
 _BACKENDS_HELP = f"Backends to compare, {_LIST}"
-Backends = Annotated[str, typer.Option(help=f"{_BACKENDS_HELP}.", autocompletion=offer_list(LAB_BACKENDS, "gloo"))]
+Backends = Annotated[
+    str, typer.Option(help=f"{_BACKENDS_HELP}.", autocompletion=complete_choice_list(LAB_BACKENDS, "gloo"))
+]
 BackendsAnywhere = Annotated[
     str | None,
     typer.Option(
@@ -390,7 +392,7 @@ BackendsAnywhere = Annotated[
         help=f"{_BACKENDS_HELP}. A lab also has gloo-bbr and gloo-cubic, by TCP's congestion control; one host also "
         "has mpi, in `allreduce` and `latency`, where it is installed.",
         show_default="all; in a lab gloo-bbr and gloo-cubic in place of gloo",
-        autocompletion=offer_list(DDP_BACKENDS, LAB_DDP_BACKENDS),
+        autocompletion=complete_choice_list(DDP_BACKENDS, LAB_DDP_BACKENDS),
     ),
 ]
 Learners = Annotated[
@@ -399,7 +401,7 @@ Learners = Annotated[
         "--backends",
         help=f"{_BACKENDS_HELP}: any of `bench ddp`, and policies by name, as diloco.",
         show_default="gloo (in a lab gloo-bbr) and storm-drift",
-        autocompletion=offer_list(DDP_BACKENDS, LAB_DDP_BACKENDS, NAMED_POLICIES),
+        autocompletion=complete_choice_list(DDP_BACKENDS, LAB_DDP_BACKENDS, NAMED_POLICIES),
     ),
 ]
 Wires = Annotated[
@@ -407,7 +409,7 @@ Wires = Annotated[
     typer.Option(
         "--wire",
         help=f"Number formats that storm-lossy and storm-drift send, {_LIST}: {spaced(WIRES)}; each is measured.",
-        autocompletion=offer_list(WIRES),
+        autocompletion=complete_choice_list(WIRES),
     ),
 ]
 Iters = Annotated[int, typer.Option(help="Timed rounds, of each size and of each network.")]

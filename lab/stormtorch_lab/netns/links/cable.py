@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from stormtorch_lab.netns.access import tool
 from stormtorch_lab.netns.conditions import Conditions
 from stormtorch_lab.netns.links.kernel_network import DEVICE, address, set_up
-from stormtorch_lab.netns.measured import LineCount, LinkCount
+from stormtorch_lab.netns.measured import AccessLinkCount, LinkCount
 from stormtorch_lab.netns.namespaces import Holder
 
 
@@ -38,7 +38,7 @@ class CableNetwork:
             LinkCount(source=index, target=1 - index, seen=each["packets"], lost=0) for index, each in enumerate(sent)
         ]
 
-    def lines(self) -> list[LineCount]:
+    def lines(self) -> list[AccessLinkCount]:
         """Packets of both ends since the network was made; a bundle counts as one."""
         counts = []
         for index, holder in enumerate(self._hosts):
@@ -47,7 +47,9 @@ class CableNetwork:
             for direction, each in zip(("up", "down"), ("tx", "rx"), strict=True):
                 count = self._counts(index)[each]
                 counts.append(
-                    LineCount(host=index, direction=direction, packets=count["packets"], overflowed=count["dropped"])
+                    AccessLinkCount(
+                        host=index, direction=direction, packets=count["packets"], overflowed=count["dropped"]
+                    )
                 )
         return counts
 

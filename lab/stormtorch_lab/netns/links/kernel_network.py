@@ -13,8 +13,8 @@ from typing import Protocol
 
 from stormtorch.network.loss import Bernoulli, GilbertElliott, LinkModel, Trace
 from stormtorch_lab.netns.access import LabError, has_netem, tool
-from stormtorch_lab.netns.conditions import Conditions, HostLine
-from stormtorch_lab.netns.measured import LineCount, LinkCount
+from stormtorch_lab.netns.conditions import AccessLink, Conditions
+from stormtorch_lab.netns.measured import AccessLinkCount, LinkCount
 from stormtorch_lab.netns.namespaces import Holder
 
 DEVICE = "eth0"
@@ -95,7 +95,7 @@ class Network(Protocol):
         """Packets of every link since the network was made."""
         ...
 
-    def lines(self) -> list[LineCount]:
+    def lines(self) -> list[AccessLinkCount]:
         """Packets of every line between a host and the switch since the network was made."""
         ...
 
@@ -120,7 +120,7 @@ class KernelNetwork:
         # The kernel's counters restart with every change; their earlier values are added up here.
         self._seen: dict[tuple[int, int], int] = {}
         self._lost: dict[tuple[int, int], int] = {}
-        self._passed: dict[tuple[int, str], LineCount] = {}
+        self._passed: dict[tuple[int, str], AccessLinkCount] = {}
         names = self._wiring
         make_bridge(switch, hosts, names.bridge, names.device, names.address, names.port)
         self.apply(conditions)
@@ -141,7 +141,7 @@ class KernelNetwork:
                 same = (before.delay_s, before.jitter_s) == delay and old == low
                 if replace(before.line(index), mtu=line.mtu) == line and same:
                     continue
-                self._keep_counts(index, before.line(index), line, anew=(old, low) != (None, None))
+                self._keep_counts(index, before.line(index), line, recreated=(old, low) != (None, None))
             holder.run([tool("tc"), "-batch", "-"], "\n".join(shape(names.device, line.up_bits, line, low=low)))
             self._switch.run(
                 [tool("tc"), "-batch", "-"],
@@ -166,7 +166,7 @@ class KernelNetwork:
             for (source, target), seen in sorted(self._seen.items())
         ]
 
-    def lines(self) -> list[LineCount]:
+    def lines(self) -> list[AccessLinkCount]:
         """Packets of every line between a host and the switch since the network was made."""
         down = self._switch.run([tool("tc"), "-s", "-j", "qdisc", "show"])
         counts = []
@@ -174,23 +174,23 @@ class KernelNetwork:
             if not holder.alive:
                 continue  # the counters of a killed host are gone
             up = holder.run([tool("tc"), "-s", "-j", "qdisc", "show"])
-            counts.append(_line_count(index, "up", up, self._wiring.device))
-            counts.append(_line_count(index, "down", down, f"{self._wiring.port}{index}"))
+            counts.append(_access_link_count(index, "up", up, self._wiring.device))
+            counts.append(_access_link_count(index, "down", down, f"{self._wiring.port}{index}"))
         return [_sum(count, self._passed.get((count.host, count.direction))) for count in counts]
 
-    def _keep_counts(self, host: int, before: HostLine, after: HostLine, *, anew: bool) -> None:
+    def _keep_counts(self, host: int, before: AccessLink, after: AccessLink, *, recreated: bool) -> None:
         """Keeps the counters of a queue that changes its kind, which restarts them; a new rate alone does not.
 
         Args:
             host: Number of the host.
             before: Its line until now.
             after: Its line from now on.
-            anew: Whether the queues are made anew in any case.
+            recreated: Whether the queues are made anew in any case.
         """
         changed = {"up": (before.up_bits, after.up_bits), "down": (before.down_bits, after.down_bits)}
         for count in self.lines():
             old, new = changed[count.direction]
-            if count.host == host and (anew or (old is None) != (new is None)):
+            if count.host == host and (recreated or (old is None) != (new is None)):
                 self._passed[count.host, count.direction] = count
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ def set_up(device: str, own: str) -> list[str]:
 def shape(
     device: str,
     bits: float | None,
-    line: HostLine,
+    line: AccessLink,
     delay: tuple[float, float] = (0.0, 0.0),
     low: tuple[float, int] | None = None,
 ) -> list[str]:
@@ -416,19 +416,19 @@ def _chain(model: GilbertElliott, dice: random.Random) -> bytes:
     return bytes(bits)
 
 
-def _line_count(host: int, direction: str, text: str, device: str) -> LineCount:
+def _access_link_count(host: int, direction: str, text: str, device: str) -> AccessLinkCount:
     # Count at tbf, not at netem: only the queue of tbf can overflow.
     rows = {row.get("handle"): row for row in json.loads(text) if row.get("dev") == device}
     whole = next((rows[handle] for handle in ("1:", "2:", "3:") if handle in rows), None)
     if whole is None:
         raise LabError(f"tc does not list the queue of {device}")  # zero would look like a measurement
-    count = LineCount(host=host, direction=direction, packets=whole["packets"], overflowed=whole["drops"])
+    count = AccessLinkCount(host=host, direction=direction, packets=whole["packets"], overflowed=whole["drops"])
     if (low := rows.get(_LOW)) is None:
         return count
     return count._replace(low_packets=low["packets"], low_overflowed=low["drops"])
 
 
-def _sum(count: LineCount, before: LineCount | None) -> LineCount:
+def _sum(count: AccessLinkCount, before: AccessLinkCount | None) -> AccessLinkCount:
     if before is None:
         return count
     return count._replace(

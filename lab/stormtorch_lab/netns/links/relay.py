@@ -21,7 +21,7 @@ from stormtorch.network.loss import Trace
 from stormtorch_lab.netns.access import LabError, LabUnavailable, NotForThisUser, tool
 from stormtorch_lab.netns.conditions import Conditions
 from stormtorch_lab.netns.links.kernel_network import DEVICE, address, set_up
-from stormtorch_lab.netns.measured import LineCount, LinkCount
+from stormtorch_lab.netns.measured import AccessLinkCount, LinkCount
 from stormtorch_lab.netns.namespaces import Holder
 
 _TUN = "/dev/net/tun"
@@ -51,7 +51,7 @@ class RelayNetwork:
         )
         try:
             for index, holder in enumerate(hosts):
-                self._ask(f"host {index} {holder.network} {DEVICE} {address(index)}")
+                self._send_command(f"host {index} {holder.network} {DEVICE} {address(index)}")
                 commands = [*set_up(DEVICE, address(index)), f"link set {DEVICE} txqueuelen {_QUEUE_PACKETS}"]
                 holder.run([tool("ip"), "-batch", "-"], "\n".join(commands))
             self.apply(conditions)
@@ -95,10 +95,10 @@ class RelayNetwork:
             LinkCount(row["from"], row["to"], row["seen"], row["lost"], row["bursts"]) for row in self._stats()["links"]
         ]
 
-    def lines(self) -> list[LineCount]:
+    def lines(self) -> list[AccessLinkCount]:
         """Packets of every line between a host and the switch since the network was made."""
         return [
-            LineCount(row["host"], direction, row[direction]["packets"], row[direction]["overflowed"])
+            AccessLinkCount(row["host"], direction, row[direction]["packets"], row[direction]["overflowed"])
             for row in self._stats()["hosts"]
             for direction in ("up", "down")
         ]
@@ -116,15 +116,15 @@ class RelayNetwork:
         self._process.stdout.close()
 
     def _stats(self) -> Any:
-        return json.loads(self._ask("stats"))
+        return json.loads(self._send_command("stats"))
 
     def _set(self, what: str, value: str) -> None:
         """Sends a setting only if it has changed: setting a link again would restart its trace of losses."""
         if self._before.get(what) != value:
-            self._ask(f"{what} {value}")
+            self._send_command(f"{what} {value}")
             self._before[what] = value
 
-    def _ask(self, command: str) -> str:
+    def _send_command(self, command: str) -> str:
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
             try:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from stormtorch import theory
 from stormtorch.network.loss import LossModel
-from stormtorch_lab.simulation.arrivals.loss_chains import Shards
+from stormtorch_lab.simulation.arrivals.loss_chains import ShardLayout
 from stormtorch_lab.simulation.arrivals.masks import Masks
 
 # Places to count at a time.
-_PLACES_AT_ONCE = 1 << 24
+_POSITIONS_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class CodedMasks:
         self.workers = workers
         self.device = torch.device(device)
         self._owner_C = owner_C.to(self.device)
-        shards = Shards.of(owner_C.cpu())
+        shards = ShardLayout.of(owner_C.cpu())
         self._size_S: list[int] = shards.size_S.tolist()
         self._owner_S = owner_C.cpu()[shards.first_S]
         self._first_S = shards.first_S
         self._lay_out(most)
-        self._masks = Masks(network, workers, self._at_places(self._owner_S), seed, device)
+        self._masks = Masks(network, workers, self._at_positions(self._owner_S), seed, device)
         self._layouts: dict[tuple[int, ...], _Layout] = {}
         self.counts: Counts | None = None
         """Datagrams of the last exchange."""
@@ -102,7 +102,7 @@ class CodedMasks:
         owner_S = self._owner_S if owner_C is None else owner_C.cpu()[self._first_S]
         parity = 0
         for each, layout in kinds.items():
-            for part in torch.split(torch.tensor(rows[each]), max(1, _PLACES_AT_ONCE // len(self._nth_P))):
+            for part in torch.split(torch.tensor(rows[each]), max(1, _POSITIONS_AT_ONCE // len(self._nth_P))):
                 there = part.to(self.device)
                 arrived_WC[there] = self._recovered(arrived_WP[there], layout)
             own = torch.bincount(owner_S, layout.parity_S, minlength=self.workers)
@@ -118,17 +118,17 @@ class CodedMasks:
         sent_WP = layout.sent_P.expand(self.workers, -1)
         owner_P = self._relabelled(owner_C)
         arrived_WP = self._masks.down(owner_P, sent_WP)
-        rows = max(1, _PLACES_AT_ONCE // len(self._nth_P))
+        rows = max(1, _POSITIONS_AT_ONCE // len(self._nth_P))
         arrived_WC = torch.cat([self._recovered(part, layout) for part in torch.split(arrived_WP, rows)])
         parity = int(layout.parity_S.sum()) * (self.workers - 1)
         self._count(arrived_WP, arrived_WC, sent_WP, owner_P, parity, up=False)
         return arrived_WC
 
-    def again(self, missing_WC: Tensor, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
-        """Draws a repair; see `Masks.again`. Nothing of it is parity."""
+    def retransmitted(self, missing_WC: Tensor, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
+        """Draws a repair; see `Masks.retransmitted`. Nothing of it is parity."""
         missing_WP = torch.zeros(self.workers, len(self._nth_P), dtype=torch.bool, device=self.device)
         missing_WP[:, self._data_C] = missing_WC
-        return self._masks.again(missing_WP, up=up, owner_C=self._relabelled(owner_C))[:, self._data_C]
+        return self._masks.retransmitted(missing_WP, up=up, owner_C=self._relabelled(owner_C))[:, self._data_C]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later masks depend on."""
@@ -138,36 +138,36 @@ class CodedMasks:
         """Continues from the `state` of masks of the same network, workers, owners, redundancy and kind of device."""
         self._masks.load_state_dict(state)
 
-    def _at_places(self, of_S: Tensor) -> Tensor:
-        return of_S.repeat_interleave(self._room_S)
+    def _at_positions(self, of_S: Tensor) -> Tensor:
+        return of_S.repeat_interleave(self._positions_S)
 
     def _relabelled(self, owner_C: Tensor | None) -> Tensor | None:
-        return None if owner_C is None else self._at_places(owner_C.cpu()[self._first_S])
+        return None if owner_C is None else self._at_positions(owner_C.cpu()[self._first_S])
 
     def _lay_out(self, most: float) -> None:
         """Gives each shard places for its data and for as much parity as it can have, in the order of sending."""
-        cut_S = [theory.stretches_of(size) for size in self._size_S]
+        stretches_S = [theory.stretches_of(size) for size in self._size_S]
         # Shard and size of the first block of each stretch, and how many blocks it has.
-        self._stretches = [(s, blocks[0], len(blocks)) for s, cut in enumerate(cut_S) for blocks in cut]
-        parity_of_place: list[Tensor] = []
-        block_of_place: list[Tensor] = []
+        self._stretches = [(s, blocks[0], len(blocks)) for s, cut in enumerate(stretches_S) for blocks in cut]
+        parity_of_position: list[Tensor] = []
+        block_of_position: list[Tensor] = []
         needed: list[int] = []
-        places_T: list[int] = []
-        places_S = [0] * len(cut_S)
-        for shard, blocks in ((s, blocks) for s, cut in enumerate(cut_S) for blocks in cut):
+        positions_T: list[int] = []
+        positions_S = [0] * len(stretches_S)
+        for shard, blocks in ((s, blocks) for s, cut in enumerate(stretches_S) for blocks in cut):
             several = len(blocks)
             data, parity = torch.arange(sum(blocks)), torch.arange(several * theory.block_parity(most, blocks[0]))
-            block_of_place += [len(needed) + data % several, len(needed) + parity % several]
-            parity_of_place += [torch.full_like(data, -1), parity // several]
+            block_of_position += [len(needed) + data % several, len(needed) + parity % several]
+            parity_of_position += [torch.full_like(data, -1), parity // several]
             needed += blocks
-            places_T.append(len(data) + len(parity))
-            places_S[shard] += places_T[-1]
-        self._room_S = torch.tensor(places_S)
-        self._nth_P = torch.cat(parity_of_place)
+            positions_T.append(len(data) + len(parity))
+            positions_S[shard] += positions_T[-1]
+        self._positions_S = torch.tensor(positions_S)
+        self._nth_P = torch.cat(parity_of_position)
         """Number of each place among the parity chunks of its block; negative for data."""
-        self._stretch_P = torch.arange(len(places_T)).repeat_interleave(torch.tensor(places_T))
+        self._stretch_P = torch.arange(len(positions_T)).repeat_interleave(torch.tensor(positions_T))
         self._data_C = (self._nth_P < 0).nonzero().flatten().to(self.device)
-        self._block_P = torch.cat(block_of_place).to(self.device)
+        self._block_P = torch.cat(block_of_position).to(self.device)
         self._needed = torch.tensor(needed, device=self.device)
         """Data chunks of each block: as many arrivals give back all of it."""
 
@@ -188,9 +188,11 @@ class CodedMasks:
 
     def _recovered(self, arrived_BP: Tensor, layout: _Layout) -> Tensor:
         """Returns which data chunks (B, C) are there once every block with enough arrivals is complete."""
-        came_BP = (arrived_BP & layout.sent_P).float()
-        came = torch.zeros(len(came_BP), len(self._needed), device=self.device).index_add_(1, self._block_P, came_BP)
-        complete = came >= self._needed
+        received_BP = (arrived_BP & layout.sent_P).float()
+        received = torch.zeros(len(received_BP), len(self._needed), device=self.device).index_add_(
+            1, self._block_P, received_BP
+        )
+        complete = received >= self._needed
         return arrived_BP[:, self._data_C] | complete[:, self._block_P[self._data_C]]
 
     def _count(

@@ -37,7 +37,7 @@ def thresholds(p: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class ShardLayout:
     """The beginnings and ends of messages in a row of chunks."""
 
     shard_C: Tensor
@@ -46,26 +46,26 @@ class Shards:
     """First chunk of each shard."""
     size_S: Tensor
     """Number of chunks in each shard, at least 1."""
-    place_C: Tensor
+    position_C: Tensor
     """Place of each chunk in its shard."""
 
     @classmethod
-    def of(cls, owner_C: Tensor) -> "Shards":
+    def of(cls, owner_C: Tensor) -> "ShardLayout":
         """Finds the shards: runs of chunks with one owner."""
         begins_C = owner_C.diff(prepend=owner_C[:1] - 1) != 0
         shard_C = begins_C.cumsum(0) - 1
         size_S = shard_C.bincount()
         first_S = size_S.cumsum(0) - size_S
-        place_C = torch.arange(owner_C.numel(), device=owner_C.device) - first_S[shard_C]
-        return cls(shard_C, first_S, size_S, place_C)
+        position_C = torch.arange(owner_C.numel(), device=owner_C.device) - first_S[shard_C]
+        return cls(shard_C, first_S, size_S, position_C)
 
-    def rotated(self, turn_S: Tensor, *, back: bool = False) -> Tensor:
-        """Returns the chunk at each place if each shard is sent from its chunk `turn_S` on.
+    def rotated(self, rotation_S: Tensor, *, back: bool = False) -> Tensor:
+        """Returns the chunk at each place if each shard is sent from its chunk `rotation_S` on.
 
         With `back`, returns the place of each chunk instead.
         """
-        turn_C = turn_S[self.shard_C]
-        shifted = self.place_C - turn_C if back else self.place_C + turn_C
+        rotation_C = rotation_S[self.shard_C]
+        shifted = self.position_C - rotation_C if back else self.position_C + rotation_C
         return self.first_S[self.shard_C] + shifted.remainder_(self.size_S[self.shard_C])
 
 
@@ -93,7 +93,7 @@ class Chains:
         self.bad = random_bits(tuple(p.shape), generator) < thresholds(p)
         """State for the next datagram; at first bad with probability p, as at any time."""
 
-    def lost(self, rows: slice, columns_S: Tensor, shards: Shards, *, up: bool, sent_BC: Tensor | None) -> Tensor:
+    def lost(self, rows: slice, columns_S: Tensor, shards: ShardLayout, *, up: bool, sent_BC: Tensor | None) -> Tensor:
         """Returns what the next messages lose, (B, C) in the order of sending, and moves the chains on.
 
         Args:
@@ -145,7 +145,7 @@ class Chains:
         _whole(self.bad, up)[rows, columns_S] = (end_BS | end_bad) & ~end_good
         return bad_BC
 
-    def _spread(self, matrix: Tensor, rows: slice, columns_S: Tensor, shards: Shards, up: bool) -> Tensor:
+    def _spread(self, matrix: Tensor, rows: slice, columns_S: Tensor, shards: ShardLayout, up: bool) -> Tensor:
         """Returns a property of links for each of their chunks, or one value if all links are alike."""
         if self._alike:
             return matrix[0, 0]
@@ -169,18 +169,18 @@ class Traces:
         self.next = (at_random * self._size).int()
         """Place of each link's next datagram in its trace."""
 
-    def lost(self, rows: slice, columns_S: Tensor, shards: Shards, *, up: bool, sent_BC: Tensor | None) -> Tensor:
+    def lost(self, rows: slice, columns_S: Tensor, shards: ShardLayout, *, up: bool, sent_BC: Tensor | None) -> Tensor:
         """Returns what the next messages lose, as `Chains.lost` does. Values of links without a trace mean nothing."""
         first_BS, size_BS, next_BS = (_part(each, rows, columns_S, up) for each in (self._first, self._size, self.next))
         if sent_BC is None:
-            place_BC = shards.place_C.int().expand(next_BS.shape[0], -1)
+            position_BC = shards.position_C.int().expand(next_BS.shape[0], -1)
             count_BS = shards.size_S.int().expand_as(next_BS)
         else:
             upto_BC = sent_BC.cumsum(1, dtype=torch.int32)
             base_BS = (upto_BC - sent_BC.int()).index_select(1, shards.first_S)
             count_BS = upto_BC.index_select(1, shards.first_S + shards.size_S - 1) - base_BS
-            place_BC = upto_BC - sent_BC.int() - base_BS.index_select(1, shards.shard_C)
-        at_BC = next_BS.index_select(1, shards.shard_C) + place_BC
+            position_BC = upto_BC - sent_BC.int() - base_BS.index_select(1, shards.shard_C)
+        at_BC = next_BS.index_select(1, shards.shard_C) + position_BC
         at_BC.remainder_(size_BS.index_select(1, shards.shard_C)).add_(first_BS.index_select(1, shards.shard_C))
         _whole(self.next, up)[rows, columns_S] = (next_BS + count_BS).remainder_(size_BS)
         return self._bits.index_select(0, at_BC.view(-1)).view_as(at_BC).bool()

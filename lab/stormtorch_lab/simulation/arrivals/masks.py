@@ -25,7 +25,7 @@ from stormtorch.network.loss import (
     has_timed_bursts,
     in_time,
 )
-from stormtorch_lab.simulation.arrivals.loss_chains import Chains, Shards, Traces, random_bits, threshold
+from stormtorch_lab.simulation.arrivals.loss_chains import Chains, ShardLayout, Traces, random_bits, threshold
 
 __all__ = ["Masks"]
 
@@ -54,7 +54,7 @@ class Masks:
         self._owner_C = self._checked_owners(owner_C).clone()
         if not bool((self._owner_C.diff() >= 0).all()):
             raise ValueError("owner_C must be ascending: a shard is a row of neighbouring chunks")
-        self._shards = Shards.of(self._owner_C)
+        self._shards = ShardLayout.of(self._owner_C)
         self._generator = torch.Generator(self.device).manual_seed(seed)
         self._late = network if isinstance(network, Stragglers) else None
         self._slow = network if isinstance(network, SlowBackward) else None
@@ -70,7 +70,7 @@ class Masks:
         self._uplinks = self._common(reached) if isinstance(reached, Shared) else None
         chains = [each for each in (self._chains, self._uplinks) if each is not None]
         self._ordered = bool(self._late or self._traces or not all(each.independent for each in chains))
-        self._row = Shards.of(torch.zeros_like(self._owner_C))
+        self._row = ShardLayout.of(torch.zeros_like(self._owner_C))
         self._column = torch.zeros(1, dtype=torch.int64, device=self.device)
         block = _BLOCK_CPU if self.device.type == "cpu" else _BLOCK_CUDA
         self._block_rows = max(1, block // max(1, self._owner_C.numel()))
@@ -95,7 +95,7 @@ class Masks:
         """
         return self._exchange(owner_C, False, sent_WC)
 
-    def again(self, missing_WC: Tensor, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
+    def retransmitted(self, missing_WC: Tensor, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
         """Draws a repair, which sends missing chunks again on the same links: returns those that arrive by it.
 
         A repair goes to one receiver and waits for late ones, so that receivers share no losses and no rank is late.
@@ -103,7 +103,7 @@ class Masks:
         expected = (self.workers, self._owner_C.numel())
         if missing_WC.dtype != torch.bool or tuple(missing_WC.shape) != expected:
             raise ValueError(f"missing_WC must be bool {expected}, got {missing_WC.dtype} {tuple(missing_WC.shape)}")
-        return self._exchange(owner_C, up, missing_WC, again=True).logical_and_(missing_WC)
+        return self._exchange(owner_C, up, missing_WC, retransmitted=True).logical_and_(missing_WC)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later masks depend on."""
@@ -167,7 +167,9 @@ class Masks:
         replay = Traces(list(traces), which.to(self.device), self._generator) if bool((which >= 0).any()) else None
         return chains, replay
 
-    def _exchange(self, owner_C: Tensor | None, up: bool, sent_WC: Tensor | None, *, again: bool = False) -> Tensor:
+    def _exchange(
+        self, owner_C: Tensor | None, up: bool, sent_WC: Tensor | None, *, retransmitted: bool = False
+    ) -> Tensor:
         owner_C = self._owner_C if owner_C is None else self._checked_owners(owner_C)
         shards, chunks = self._shards, owner_C.numel()
         if chunks != self._owner_C.numel():
@@ -175,11 +177,11 @@ class Masks:
         owner_S = owner_C[shards.first_S]
         if owner_C is not self._owner_C:
             self._check_relabelled(owner_C, owner_S)
-        place_C = chunk_at_C = None
+        position_C = chunk_at_C = None
         if self._ordered:
             turn = torch.rand((), dtype=torch.float64, device=self.device, generator=self._generator)
-            turn_S = (turn * shards.size_S).long()
-            chunk_at_C, place_C = shards.rotated(turn_S), shards.rotated(turn_S, back=True)
+            rotation_S = (turn * shards.size_S).long()
+            chunk_at_C, position_C = shards.rotated(rotation_S), shards.rotated(rotation_S, back=True)
         arrived_WC = torch.empty(self.workers, chunks, dtype=torch.bool, device=self.device)
         for begin in range(0, self.workers, self._block_rows):
             rows = slice(begin, min(begin + self._block_rows, self.workers))
@@ -189,29 +191,29 @@ class Masks:
                 torch.ge(bits_BC, threshold(self._chains.only_p), out=into_BC)
             else:
                 sent_BC = _in_order(sent_WC, rows, chunk_at_C)
-                into_BC.copy_(_by_chunk(self._lost(rows, owner_S, up, sent_BC), place_C).logical_not_())
+                into_BC.copy_(_by_chunk(self._lost(rows, owner_S, up, sent_BC), position_C).logical_not_())
             if self._uplinks is not None:
-                if again:
+                if retransmitted:
                     into_BC &= random_bits(tuple(into_BC.shape), self._generator) >= threshold(self._common_p)
                 elif up:
                     sent_BC = _in_order(sent_WC, rows, chunk_at_C)
                     out_BC = self._uplinks.lost(rows, self._column, self._row, up=True, sent_BC=sent_BC)
-                    into_BC &= _by_chunk(out_BC, place_C).logical_not_()
-        if not again:
+                    into_BC &= _by_chunk(out_BC, position_C).logical_not_()
+        if not retransmitted:
             if self._uplinks is not None and not up:
                 sent_1C = _in_order(sent_WC, slice(0, 1), chunk_at_C)
                 out_1C = self._uplinks.lost(slice(0, 1), owner_S, shards, up=False, sent_BC=sent_1C)
-                arrived_WC &= _by_chunk(out_1C, place_C).logical_not_()
-            if self._late is not None and place_C is not None and not self._late.backwards:
-                self._cut_late(self._late, arrived_WC, place_C, owner_S, up)
+                arrived_WC &= _by_chunk(out_1C, position_C).logical_not_()
+            if self._late is not None and position_C is not None and not self._late.backwards:
+                self._truncate_late(self._late, arrived_WC, position_C, owner_S, up)
         arrived_WC[owner_C, torch.arange(chunks, device=self.device)] = True
-        if self._late is not None and self._late.backwards and up and not again:
-            self._cut_backwards(self._late, arrived_WC)
-        if self._slow is not None and self.deadline_s is not None and up and not again:
-            self._cut_slow(self._slow, self.deadline_s, arrived_WC)
+        if self._late is not None and self._late.backwards and up and not retransmitted:
+            self._truncate_backward(self._late, arrived_WC)
+        if self._slow is not None and self.deadline_s is not None and up and not retransmitted:
+            self._truncate_slow(self._slow, self.deadline_s, arrived_WC)
         return arrived_WC
 
-    def _cut_backwards(self, late: Stragglers, arrived_WC: Tensor) -> None:
+    def _truncate_backward(self, late: Stragglers, arrived_WC: Tensor) -> None:
         """Marks gradients that late workers have not computed at the deadline as lost, their own ones, too."""
         late_W = random_bits((self.workers,), self._generator) < threshold(late.chance)
         part_W = torch.rand(self.workers, device=self.device, generator=self._generator)
@@ -220,14 +222,16 @@ class Masks:
         first_W = torch.where(late_W, (1.0 - part_W) * arrived_WC.shape[1], 0.0)
         arrived_WC &= torch.arange(arrived_WC.shape[1], device=self.device) >= first_W.unsqueeze(-1)
 
-    def _cut_slow(self, slow: SlowBackward, deadline_s: float, arrived_WC: Tensor) -> None:
+    def _truncate_slow(self, slow: SlowBackward, deadline_s: float, arrived_WC: Tensor) -> None:
         """Marks gradients as lost that workers have not computed at a deadline of so many seconds."""
         part_s = torch.tensor(slow.part_s, dtype=torch.float64, device=self.device)
         done_W = torch.poisson((deadline_s / part_s).expand(self.workers), generator=self._generator)
         part_C = torch.arange(arrived_WC.shape[1], device=self.device) * slow.parts // arrived_WC.shape[1]
         arrived_WC &= slow.parts - part_C <= done_W.unsqueeze(-1)
 
-    def _cut_late(self, late: Stragglers, arrived_WC: Tensor, place_C: Tensor, owner_S: Tensor, up: bool) -> None:
+    def _truncate_late(
+        self, late: Stragglers, arrived_WC: Tensor, position_C: Tensor, owner_S: Tensor, up: bool
+    ) -> None:
         """Marks what late senders sent last as lost."""
         shards = self._shards
         is_late_W = random_bits((self.workers,), self._generator) < threshold(late.chance)
@@ -236,7 +240,7 @@ class Masks:
         # Rounded up or down at random, so that short messages too keep that part on average.
         in_time_WS = (part_W[:, None] * shards.size_S + drawn_2W[1][:, None]).long()
         in_time_WS = torch.where(is_late_W[:, None], in_time_WS, shards.size_S)
-        nth_C = place_C - shards.first_S[shards.shard_C]
+        nth_C = position_C - shards.first_S[shards.shard_C]
         if not up:
             in_time_S = in_time_WS[owner_S, torch.arange(owner_S.numel(), device=self.device)]
             arrived_WC &= nth_C < in_time_S[shards.shard_C]
@@ -277,6 +281,6 @@ def _in_order(sent_WC: Tensor | None, rows: slice, chunk_at_C: Tensor | None) ->
     return sent_WC[rows] if chunk_at_C is None else sent_WC[rows].index_select(1, chunk_at_C)
 
 
-def _by_chunk(sent_BC: Tensor, place_C: Tensor | None) -> Tensor:
-    """Reorders from the order of sending to that of chunks; without `place_C` they are the same."""
-    return sent_BC if place_C is None else sent_BC.index_select(1, place_C)
+def _by_chunk(sent_BC: Tensor, position_C: Tensor | None) -> Tensor:
+    """Reorders from the order of sending to that of chunks; without `position_C` they are the same."""
+    return sent_BC if position_C is None else sent_BC.index_select(1, position_C)

@@ -19,7 +19,7 @@ class Repaired(NamedTuple):
 
     arrived_WC: Tensor
     """Which chunks have arrived."""
-    again: int
+    retransmitted: int
     """Chunks that all workers together sent again."""
 
 
@@ -54,18 +54,18 @@ def arrived(
         return Repaired(arrived_WC, 0)
     # In float64, as the engine counts: float32 would allow one chunk less at some budgets.
     allowed_N = torch.floor(reliability.budget * torch.bincount(at_C, minlength=n).double())
-    fruitless = again = 0
+    fruitless = retransmitted = 0
     while fruitless < _PATIENCE:
         missing_WN = torch.zeros(n, n, device=arrived_WC.device)
         missing_WN.index_add_(1, at_C, (~arrived_WC).float())
         over_WN = missing_WN > allowed_N
         if not bool(over_WN.any()):
-            return Repaired(arrived_WC, again)
-        asked_WC = ~arrived_WC & over_WN[:, at_C]
-        again += int(asked_WC.sum())
-        came_WC = masks.again(asked_WC, up=up, owner_C=owner_C)
-        fruitless = 0 if bool(came_WC.any()) else fruitless + 1
-        arrived_WC |= came_WC
+            return Repaired(arrived_WC, retransmitted)
+        requested_WC = ~arrived_WC & over_WN[:, at_C]
+        retransmitted += int(requested_WC.sum())
+        received_WC = masks.retransmitted(requested_WC, up=up, owner_C=owner_C)
+        fruitless = 0 if bool(received_WC.any()) else fruitless + 1
+        arrived_WC |= received_WC
     raise ValueError(
         f"budget of {reliability.budget:g} cannot be met: the network loses all that some link carries, however often "
         "it is sent again; a budget of 1 sends nothing again"

@@ -11,7 +11,7 @@ from stormtorch.policies import rules
 from stormtorch.policies.policy import applied
 from stormtorch_lab.simulation.parameters.chunks import Chunks
 
-# Broadcasts to remember at first; `make_room` doubles that when a copy grows too old for it.
+# Broadcasts to remember at first; `reserve_versions` doubles that when a copy grows too old for it.
 _VERSIONS_AT_FIRST = 4
 MOST_VERSIONS = 120
 """Age at which a copy is fetched exactly, whatever the policy says."""
@@ -41,7 +41,7 @@ class Replicas:
 
     @property
     def owned(self) -> torch.Tensor:
-        """Exact parameters of the owners, (C, E). The optimizer writes in place; `make_room` replaces the tensor."""
+        """Exact parameters of the owners, (C, E). The optimizer writes in place; `reserve_versions` replaces the tensor."""
         return self._versions[-1]
 
     @property
@@ -54,43 +54,43 @@ class Replicas:
         self._versions[: self.versions] = self.owned
         self.ages.zero_()
 
-    def make_room(self, oldest: int) -> bool:
+    def reserve_versions(self, oldest: int) -> bool:
         """Makes room before a broadcast for copies that will be older than `oldest`. Returns whether it had to."""
         if oldest + 2 <= self.versions:
             return False
-        grown = self._chunks.empty(2 * self.versions + 1, device=self._versions.device)
+        enlarged = self._chunks.empty(2 * self.versions + 1, device=self._versions.device)
         for age in range(self.versions):
             step = self.steps - age
-            grown[step % (2 * self.versions)] = self._versions[step % self.versions]
-        grown[-1] = self.owned
-        self._versions = grown
+            enlarged[step % (2 * self.versions)] = self._versions[step % self.versions]
+        enlarged[-1] = self.owned
+        self._versions = enlarged
         return True
 
-    def next_room(self) -> torch.Tensor:
+    def next_version(self) -> torch.Tensor:
         """Returns the memory (C, E) for the next broadcast. It holds a version that no copy has any more."""
         return self._versions[(self.steps + 1) % self.versions]
 
     def broadcast(self, arrived_WC: torch.Tensor) -> None:
-        """Broadcasts what is in `next_room`, of which some arrives."""
+        """Broadcasts what is in `next_version`, of which some arrives."""
         self.steps += 1
-        rules.grow_older(self.ages, arrived_WC)
+        rules.advance_ages(self.ages, arrived_WC)
 
-    def places(self, first: int, last: int) -> torch.Tensor:
+    def version_indices(self, first: int, last: int) -> torch.Tensor:
         """Returns the version (W, C) of each copy, for some of this process's workers."""
         version_WC = torch.remainder(self.steps - self.ages[first:last].to(torch.int64), self.versions)
         return version_WC.masked_fill_(self.own[first:last], self.versions)
 
     def put(self, first: int, last: int, replicas_WCE: torch.Tensor) -> None:
         """Writes the replicas of some of this process's workers."""
-        rows_WC = self.places(first, last).mul_(self._chunks.count).add_(self._rows_C)
+        rows_WC = self.version_indices(first, last).mul_(self._chunks.count).add_(self._rows_C)
         rows = replicas_WCE.view(-1, self._chunks.per_chunk)
         torch.index_select(self._versions.view(-1, self._chunks.per_chunk), 0, rows_WC.flatten(), out=rows)
 
-    def look(self, chunk_S: torch.Tensor, element_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(self, chunk_S: torch.Tensor, element_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns all workers' copies (W, S) of some elements, and whether each worker owns them."""
-        places_WS = self.places(0, len(self.ages))[:, chunk_S]
+        versions_WS = self.version_indices(0, len(self.ages))[:, chunk_S]
         values_VS = self._versions[:, chunk_S, element_S]
-        return values_VS.gather(0, places_WS), self.own[:, chunk_S]
+        return values_VS.gather(0, versions_WS), self.own[:, chunk_S]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
@@ -132,19 +132,19 @@ class Copies(Replicas):
         self._copies.copy_(self.owned.expand_as(self._copies))
 
     def broadcast(self, arrived_WC: torch.Tensor) -> None:
-        """Broadcasts what is in `next_room`; every worker accepts what arrives."""
-        came_CE = self.next_room()
+        """Broadcasts what is in `next_version`; every worker accepts what arrives."""
+        broadcast_CE = self.next_version()
         super().broadcast(arrived_WC)
         for own_CE, arrived_C in zip(self._copies, arrived_WC, strict=True):
             # A copy, in which what was lost is no number: a policy that uses it shows that at once.
-            seen_CE = came_CE.masked_fill(~arrived_C.unsqueeze(-1), torch.nan)
+            seen_CE = broadcast_CE.masked_fill(~arrived_C.unsqueeze(-1), torch.nan)
             own_CE.copy_(applied(self._accept, own_CE, seen_CE, arrived_C.unsqueeze(-1)))
 
     def put(self, first: int, last: int, replicas_WCE: torch.Tensor) -> None:
         """Writes the replicas of some of this process's workers."""
         replicas_WCE.copy_(torch.where(self.own[first:last].unsqueeze(-1), self.owned, self._copies[first:last]))
 
-    def look(self, chunk_S: torch.Tensor, element_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(self, chunk_S: torch.Tensor, element_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns all workers' copies (W, S) of some elements, and whether each worker owns them."""
         own_WS = self.own[:, chunk_S]
         return torch.where(own_WS, self.owned[chunk_S, element_S], self._copies[:, chunk_S, element_S]), own_WS

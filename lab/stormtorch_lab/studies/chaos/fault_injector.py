@@ -15,7 +15,7 @@ from stormtorch_lab.netns.lab import Lab
 from stormtorch_lab.studies.chaos.faults import Fault, network
 from stormtorch_lab.studies.chaos.logs import History, Reader
 from stormtorch_lab.studies.chaos.settings import ChaosSettings
-from stormtorch_lab.studies.chaos.timeline import Ended, Struck
+from stormtorch_lab.studies.chaos.timeline import InjectedFault, ProcessExit
 from stormtorch_lab.studies.chaos.worker import STOP, STORE_HOST, STORE_PORT
 
 WORKER = (sys.executable, "-m", "stormtorch_lab.studies.chaos.worker")
@@ -26,7 +26,7 @@ LEAVE_S = 10.0
 _RESTART_S = (1.0, 16.0)
 
 
-class Drill:
+class FaultInjector:
     """One training, from the start of its processes to their end.
 
     Args:
@@ -47,9 +47,9 @@ class Drill:
         command: Sequence[str] = WORKER,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.struck: list[Struck] = []
+        self.struck: list[InjectedFault] = []
         """Faults that have ended."""
-        self.ended: list[Ended] = []
+        self.ended: list[ProcessExit] = []
         """Processes that ended by themselves."""
         self._lab = lab
         self._settings = settings
@@ -105,12 +105,12 @@ class Drill:
         """All that the processes have written so far."""
         return self._reader.read()
 
-    def last_words(self, host: int) -> str:
+    def last_output_line(self, host: int) -> str:
         """Last line of what the processes of a host have printed."""
         lines = (self._folder / f"h{host}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else "it printed nothing"
 
-    def look_after(self, now: float) -> None:
+    def restart_exited(self, now: float) -> None:
         """Notes processes that have ended by themselves and starts them again; kills those that do not leave."""
         for host, process in list(self._processes.items()):
             status = process.poll()
@@ -119,12 +119,12 @@ class Drill:
                     del self._leaving[host], self._processes[host]
                 elif now > self._leaving[host] + LEAVE_S:
                     self._lab.signal(process, signal.SIGKILL)
-                    self.ended.append(Ended(host, now, -signal.SIGKILL, f"did not leave within {LEAVE_S:g} s"))
+                    self.ended.append(ProcessExit(host, now, -signal.SIGKILL, f"did not leave within {LEAVE_S:g} s"))
             elif status is not None:
                 del self._processes[host]
-                lives = self.history().of_host(host)
-                error = lives[-1].error if lives else None
-                self.ended.append(Ended(host, now, status, error))
+                process_logs = self.history().of_host(host)
+                error = process_logs[-1].error if process_logs else None
+                self.ended.append(ProcessExit(host, now, status, error))
                 delay = self._delays.get(host, _RESTART_S[0])
                 self._delays[host] = min(2 * delay, _RESTART_S[1])
                 if host < self._settings.hosts:
@@ -170,7 +170,7 @@ class Drill:
             self._wait_for_exit(fault.hosts[0])
             self.start(fault.hosts[0])
         elif fault.kind == "leave":
-            self._ask_to_leave(fault.hosts[0])
+            self._request_leave(fault.hosts[0])
         elif fault.kind == "pause":
             self._signal(fault.hosts[0], signal.SIGSTOP)
         elif fault.kind == "kill":
@@ -187,7 +187,7 @@ class Drill:
             return False
         began_s = self._active.pop(fault)
         if fault.kind == "join":
-            self._ask_to_leave(host)
+            self._request_leave(host)
         elif fault.kind == "pause":
             self._signal(host, signal.SIGCONT)
         elif fault.kind in ("kill", "leave"):
@@ -196,13 +196,13 @@ class Drill:
                 self.start(host)
         else:
             self._set_network()
-        self.struck.append(Struck(fault, began_s, time.monotonic()))
+        self.struck.append(InjectedFault(fault, began_s, time.monotonic()))
         return True
 
     def _set_network(self) -> None:
         self._lab.set(**network(self._settings.network, self._active, self._lab.size))
 
-    def _ask_to_leave(self, host: int) -> None:
+    def _request_leave(self, host: int) -> None:
         self._restarts.pop(host, None)
         if self.runs(host):
             self._leaving[host] = time.monotonic()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stormtorch_lab.netns.conditions import Conditions, HostLine, between
+from stormtorch_lab.netns.conditions import AccessLink, Conditions, between
 
 KINDS = ("kill", "pause", "cut", "link", "outage", "partition", "storm", "mtu", "join", "leave")
 """Kinds of faults. kill: SIGKILL, then the same command again. pause: SIGSTOP, then SIGCONT. cut: a host is cut off.
@@ -60,7 +60,7 @@ class Fault:
         return self.at_s + self.lasts_s
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Description for people: "cut h2"."""
         if self.kind == "link":
             (source, target), *back = self.links
@@ -173,7 +173,7 @@ def network(base: Conditions, active: Iterable[Fault], hosts: int) -> dict[str, 
         elif fault.kind == "cut":
             cut |= set(fault.hosts)
         elif fault.kind == "mtu":
-            lines |= {host: HostLine(mtu=NARROW_MTU) for host in fault.hosts}
+            lines |= {host: AccessLink(mtu=NARROW_MTU) for host in fault.hosts}
     return {
         "cut": frozenset(cut),
         "cut_links": frozenset(links),

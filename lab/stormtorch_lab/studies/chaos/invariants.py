@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stormtorch_lab.studies.chaos.logs import History, Step
-from stormtorch_lab.studies.chaos.timeline import Ended, Struck, undisturbed_until
+from stormtorch_lab.studies.chaos.timeline import InjectedFault, ProcessExit, undisturbed_until
 
 # Steps of two ranks so many seconds apart count as made at the same time.
 _SAME_TIME_S = 1.0
@@ -43,8 +43,8 @@ class Run:
     """All that is known of a run when it is over."""
 
     history: History
-    struck: Sequence[Struck]
-    ended: Sequence[Ended]
+    struck: Sequence[InjectedFault]
+    ended: Sequence[ProcessExit]
     start_s: float
     """Time at which all hosts trained and the faults began."""
     finish_s: float
@@ -63,7 +63,7 @@ def check_run(run: Run) -> list[Check]:
     found = {
         "no hang: training goes on after every fault": hangs(run),
         "every host that was struck comes back": missing_returns(run),
-        "no process ends by itself": unasked_ends(run),
+        "no process ends by itself": unexpected_exits(run),
         "no split: members that act agree": splits(history),
         "a view's number has one list of members": ambiguous_views(history),
         "nobody acts on a view that it is not in": outsiders(history),
@@ -104,11 +104,11 @@ def missing_returns(run: Run) -> list[str]:
             due = since + run.patience_s
             if due <= until and (stepped is None or stepped > due):
                 late = "never again" if stepped is None else f"only after {stepped - since:.1f} s"
-                problems.append(f"after {struck.fault.words} {_at(run, since)}, h{host} made steps {late}")
+                problems.append(f"after {struck.fault.description} {_at(run, since)}, h{host} made steps {late}")
     return problems
 
 
-def unasked_ends(run: Run) -> list[str]:
+def unexpected_exits(run: Run) -> list[str]:
     """Processes that ended though no fault ended them."""
     return [
         f"{_at(run, each.at_s)} the process of h{each.host} ended with status {each.status}"
@@ -188,9 +188,9 @@ def superseded(history: History) -> list[str]:
 def different_digests(history: History) -> list[str]:
     """Steps at which exact parameters were not the same on all ranks."""
     by_step: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for life in history.lives:
-        for step, digest in life.digests.items():
-            by_step[step][digest].append(life.name)
+    for process_log in history.process_logs:
+        for step, digest in process_log.digests.items():
+            by_step[step][digest].append(process_log.name)
     return [
         f"at step {step}: " + ", ".join(f"{digest} on {' and '.join(names)}" for digest, names in found.items())
         for step, found in sorted(by_step.items())
@@ -201,9 +201,9 @@ def different_digests(history: History) -> list[str]:
 def falling_steps(history: History) -> list[str]:
     """Processes whose steps did not rise."""
     return [
-        f"{life.name} made step {after.step} after step {before.step}"
-        for life in history.lives
-        for before, after in itertools.pairwise(life.steps)
+        f"{process_log.name} made step {after.step} after step {before.step}"
+        for process_log in history.process_logs
+        for before, after in itertools.pairwise(process_log.steps)
         if after.step <= before.step
     ]
 
@@ -213,12 +213,16 @@ def different_ends(run: Run) -> list[str]:
     problems = []
     ends = {}
     for host in range(run.hosts):
-        lives = run.history.of_host(host)
-        if not lives or lives[-1].ended_at is None:
-            error = lives[-1].error if lives else None
+        process_logs = run.history.of_host(host)
+        if not process_logs or process_logs[-1].ended_at is None:
+            error = process_logs[-1].error if process_logs else None
             problems.append(f"h{host} did not come to the end" + (f": {error}" if error else ""))
         else:
-            ends[host] = (lives[-1].ended_at, lives[-1].digests.get(lives[-1].ended_at), lives[-1].scale)
+            ends[host] = (
+                process_logs[-1].ended_at,
+                process_logs[-1].digests.get(process_logs[-1].ended_at),
+                process_logs[-1].scale,
+            )
     if len(set(ends.values())) > 1:
         problems.append(
             "; ".join(
@@ -231,25 +235,30 @@ def different_ends(run: Run) -> list[str]:
 
 def different_standbys(run: Run) -> list[str]:
     """Hosts whose standby of a shard had other values, or another state of the optimizer, than its owner."""
-    ends = [life for host in range(run.hosts) for life in run.history.of_host(host)[-1:] if life.ended_at is not None]
-    owners = {(life.ended_at, life.rank): life for life in ends}
+    ends = [
+        process_log
+        for host in range(run.hosts)
+        for process_log in run.history.of_host(host)[-1:]
+        if process_log.ended_at is not None
+    ]
+    owners = {(process_log.ended_at, process_log.rank): process_log for process_log in ends}
     problems = []
-    for life in ends:
-        for rank, followed in life.shards.items():
-            owner = owners.get((life.ended_at, rank))
-            if owner is None or rank == life.rank:
+    for process_log in ends:
+        for rank, followed in process_log.shards.items():
+            owner = owners.get((process_log.ended_at, rank))
+            if owner is None or rank == process_log.rank:
                 continue
             # A process that followed more models than its owner has, or fewer, differs, too.
             pairs = itertools.zip_longest(owner.shards.get(rank, []), followed)
             what = [name for name, (one, other) in zip(_PRINTS, pairs, strict=False) if one != other]
             if what:
-                problems.append(f"{life.name} follows {owner.name} with other {' and '.join(what)}")
+                problems.append(f"{process_log.name} follows {owner.name} with other {' and '.join(what)}")
     return problems
 
 
 def final_loss(history: History) -> float | None:
     """Validation loss at the end: the highest of those that ranks found, which should be equal."""
-    found = [life.val_loss for life in history.lives if life.val_loss is not None]
+    found = [process_log.val_loss for process_log in history.process_logs if process_log.val_loss is not None]
     return max(found, default=None)
 
 
@@ -268,7 +277,7 @@ def lost_learning(run: Run) -> list[str]:
     return [f"the validation loss is {loss:.4f}, {above:.1%} above the undisturbed run's {run.undisturbed:.4f}"]
 
 
-def _without_outages(begin: float, end: float, struck: Sequence[Struck]) -> float:
+def _without_outages(begin: float, end: float, struck: Sequence[InjectedFault]) -> float:
     """Length of an interval without the outages in it."""
     outages = (each for each in struck if each.fault.kind == "outage")
     return end - begin - sum(max(min(end, each.ended_s) - max(begin, each.began_s), 0.0) for each in outages)

@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Life:
+class ProcessLog:
     """All that one process has written."""
 
     host: int
@@ -49,7 +49,7 @@ class Life:
     """Number of the process on its host, from 0."""
     rank: int | None = None
     """Rank of the process; None until it has come in."""
-    came_s: float | None = None
+    joined_s: float | None = None
     """Time at which it came in."""
     steps: list[Step] = field(default_factory=list)
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Life:
         """Takes one line of the log."""
         t = float(line["t"])
         if "begin" in line:
-            self.rank, self.came_s = line["rank"], t
+            self.rank, self.joined_s = line["rank"], t
         elif "digest" in line and "end" not in line:
             self.digests[line["step"]] = line["digest"]
         elif "refused" in line:
@@ -111,12 +111,12 @@ class Life:
 class History:
     """All processes of a run."""
 
-    lives: Sequence[Life]
+    process_logs: Sequence[ProcessLog]
 
     @cached_property
     def steps(self) -> list[Step]:
         """Steps of all ranks in the order of time."""
-        return sorted(step for life in self.lives for step in life.steps)
+        return sorted(step for process_log in self.process_logs for step in process_log.steps)
 
     @cached_property
     def frontier(self) -> list[tuple[float, int]]:
@@ -127,27 +127,30 @@ class History:
                 found.append((step.t, step.step))
         return found
 
-    def of_host(self, host: int) -> list[Life]:
+    def of_host(self, host: int) -> list[ProcessLog]:
         """Processes of one host, in their order."""
-        return sorted((life for life in self.lives if life.host == host), key=lambda life: life.number)
+        return sorted(
+            (process_log for process_log in self.process_logs if process_log.host == host),
+            key=lambda process_log: process_log.number,
+        )
 
     def stepped(self, host: int, after_s: float) -> float | None:
         """Time of a host's first step after a moment; None if it made none."""
-        for life in self.of_host(host):
-            index = bisect.bisect_right(life.steps, after_s, key=lambda step: step.t)
-            if index < len(life.steps):
-                return life.steps[index].t
+        for process_log in self.of_host(host):
+            index = bisect.bisect_right(process_log.steps, after_s, key=lambda step: step.t)
+            if index < len(process_log.steps):
+                return process_log.steps[index].t
         return None
 
     @property
-    def came_to_end(self) -> bool:
+    def completed(self) -> bool:
         """Whether any process came to the end of the training."""
-        return any(life.ended_at is not None for life in self.lives)
+        return any(process_log.ended_at is not None for process_log in self.process_logs)
 
     @property
     def last_step(self) -> int:
         """Highest step that any rank came to."""
-        return max((life.steps[-1].step for life in self.lives if life.steps), default=0)
+        return max((process_log.steps[-1].step for process_log in self.process_logs if process_log.steps), default=0)
 
 
 def log_path(folder: Path, host: int, number: int) -> Path:
@@ -164,18 +167,20 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._lives: dict[Path, Life] = {}
+        self._process_logs: dict[Path, ProcessLog] = {}
         self._read: dict[Path, int] = {}
 
     def read(self) -> History:
         """Reads what is new, and returns the history so far."""
         for path in self._folder.glob("h*.jsonl"):
-            if path not in self._lives:
+            if path not in self._process_logs:
                 host, number = path.name.removesuffix(".jsonl")[1:].split(".")
-                self._lives[path] = Life(int(host), int(number))
+                self._process_logs[path] = ProcessLog(int(host), int(number))
             for line in self._lines(path):
-                self._lives[path].add(line)
-        return History(sorted(self._lives.values(), key=lambda life: (life.host, life.number)))
+                self._process_logs[path].add(line)
+        return History(
+            sorted(self._process_logs.values(), key=lambda process_log: (process_log.host, process_log.number))
+        )
 
     def _lines(self, path: Path) -> Iterable[dict[str, Any]]:
         with path.open("rb") as file:

@@ -80,13 +80,13 @@ class ChaosReport:
     @property
     def compared(self) -> int:
         """Steps at which two or more ranks had exact parameters, which were compared."""
-        steps = [step for life in self.history.lives for step in life.digests]
+        steps = [step for process_log in self.history.process_logs for step in process_log.digests]
         return sum(steps.count(step) > 1 for step in set(steps))
 
     @property
     def refused(self) -> int:
         """Number of times at which a rank was refused exact parameters, with an error."""
-        return sum(len(life.refused) for life in self.history.lives)
+        return sum(len(process_log.refused) for process_log in self.history.process_logs)
 
     @property
     def verdict(self) -> str:
@@ -123,16 +123,16 @@ class ChaosReport:
     def hosts(self) -> list[dict[str, Any]]:
         """What each host did, as plain data."""
         found = []
-        for host in sorted({life.host for life in self.history.lives}):
-            lives = self.history.of_host(host)
+        for host in sorted({process_log.host for process_log in self.history.process_logs}):
+            process_logs = self.history.of_host(host)
             found.append(
                 {
                     "host": host,
-                    "processes": len(lives),
-                    "steps": sum(len(life.steps) for life in lives),
-                    "longest_pause_s": round(max(life.longest_pause_s for life in lives), 3),
-                    "warnings": sum(len(life.warnings) for life in lives),
-                    "errors": [life.error for life in lives if life.error],
+                    "processes": len(process_logs),
+                    "steps": sum(len(process_log.steps) for process_log in process_logs),
+                    "longest_pause_s": round(max(process_log.longest_pause_s for process_log in process_logs), 3),
+                    "warnings": sum(len(process_log.warnings) for process_log in process_logs),
+                    "errors": [process_log.error for process_log in process_logs if process_log.error],
                 }
             )
         return found

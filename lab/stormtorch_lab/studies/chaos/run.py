@@ -12,7 +12,7 @@ from stormtorch.telemetry.progress import Advance, ignore_progress
 from stormtorch_lab.jobs.failed import RankFailed
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.netns.lab import Lab
-from stormtorch_lab.studies.chaos.fault_injector import LEAVE_S, WORKER, Drill
+from stormtorch_lab.studies.chaos.fault_injector import LEAVE_S, WORKER, FaultInjector
 from stormtorch_lab.studies.chaos.faults import Fault
 from stormtorch_lab.studies.chaos.invariants import Run, check_run, final_loss
 from stormtorch_lab.studies.chaos.logs import History
@@ -25,7 +25,7 @@ _LOOK_EVERY_S = 0.5
 # Time for all processes to start and make their first steps, on a busy machine.
 _START_S = 120.0
 # Longest run of patiences without a step, after which the run is given up: nothing more can be learned from it.
-_GIVE_UP = 3.0
+_ABORT_FACTOR = 3.0
 # Last part of the training in which the learning rate falls to zero: losses then vary little from run to run.
 _DECAY = 0.1
 _LEAST_DECAY_STEPS = 100
@@ -46,7 +46,7 @@ def run_chaos(
         settings: Settings of the run.
         folder: Folder for the logs of all processes, which must be empty.
         advance: Called with what is being done and the seconds of the schedule that are over.
-        command: First words of the command of every process, see `Drill`.
+        command: First words of the command of every process, see `FaultInjector`.
 
     Raises:
         stormtorch_lab.jobs.failed.RankFailed: The training did not even start.
@@ -56,19 +56,19 @@ def run_chaos(
     conditions = surroundings()
     advance(f"making {settings.hosts + settings.spares} hosts", 0)
     with Lab(settings.hosts + settings.spares, settings.network.changed(seed=settings.seed)) as lab:
-        drill = Drill(lab, settings, folder / "chaos", pace_s=settings.pace_s, command=command)
-        _start(lab, drill, settings, advance)
+        injector = FaultInjector(lab, settings, folder / "chaos", pace_s=settings.pace_s, command=command)
+        _start(lab, injector, settings, advance)
         start_s = time.monotonic()
         lab.reset()
-        held_s = _strike(drill, faults, settings, start_s, advance)
-        _calm(drill, settings, advance)
+        waited_s = _inject_faults(injector, faults, settings, start_s, advance)
+        _calm(injector, settings, advance)
         finish_s = time.monotonic()
         measured = lab.measured()
-        decay_at, stop_at = _end(drill, settings, advance)
-        history = drill.history()
+        decay_at, stop_at = _end(injector, settings, advance)
+        history = injector.history()
         undisturbed, undisturbed_loss = None, None
         if settings.baseline and final_loss(history) is not None:
-            calm = Drill(lab, settings, folder / "undisturbed", pace_s=0.0, command=command)
+            calm = FaultInjector(lab, settings, folder / "undisturbed", pace_s=0.0, command=command)
             calm.announce_end(decay_at, stop_at)
             undisturbed = _undisturbed(lab, calm, settings, stop_at, advance)
             undisturbed_loss = lab.measured().loss
@@ -79,13 +79,13 @@ def run_chaos(
             "requested": settings.network.to_json(),
             "measured": measured.to_json(),
             "undisturbed_loss_measured": undisturbed_loss,
-            "faults_waited_s": round(held_s, 1),
+            "faults_waited_s": round(waited_s, 1),
         }
-    struck = sorted(drill.struck, key=lambda each: each.began_s)
+    struck = sorted(injector.struck, key=lambda each: each.began_s)
     run = Run(
         history=history,
         struck=struck,
-        ended=drill.ended,
+        ended=injector.ended,
         start_s=start_s,
         finish_s=finish_s,
         hosts=settings.hosts,
@@ -106,33 +106,34 @@ def run_chaos(
     )
 
 
-def _start(lab: Lab, drill: Drill, settings: ChaosSettings, advance: Advance) -> None:
+def _start(lab: Lab, injector: FaultInjector, settings: ChaosSettings, advance: Advance) -> None:
     """Starts all processes, and waits until each has made a few steps; the network is whole until then."""
     lab.set(loss=0.0)
-    drill.open_store()
+    injector.open_store()
     for host in range(settings.hosts):
-        drill.start(host)
-    give_up_at = time.monotonic() + _START_S
+        injector.start(host)
+    deadline = time.monotonic() + _START_S
     while True:
-        lives = drill.history().lives
-        ready = sum(len(life.steps) >= 3 for life in lives)
+        process_logs = injector.history().process_logs
+        ready = sum(len(process_log.steps) >= 3 for process_log in process_logs)
         advance(f"{ready} of {settings.hosts} processes train", 0)
         if ready == settings.hosts:
             break
         for host in range(settings.hosts):
-            if not drill.runs(host):
-                error = next((life.error for life in lives if life.host == host), None)
+            if not injector.runs(host):
+                error = next((process_log.error for process_log in process_logs if process_log.host == host), None)
                 raise RankFailed(
-                    f"the process of h{host} ended before it trained: {error or drill.last_words(host)}", rank=host
+                    f"the process of h{host} ended before it trained: {error or injector.last_output_line(host)}",
+                    rank=host,
                 )
-        if time.monotonic() > give_up_at:
+        if time.monotonic() > deadline:
             raise RankFailed(f"only {ready} of {settings.hosts} processes trained after {_START_S:g} s")
         time.sleep(0.2)
     lab.set(loss=settings.network.loss)
 
 
-def _strike(
-    drill: Drill, faults: tuple[Fault, ...], settings: ChaosSettings, start_s: float, advance: Advance
+def _inject_faults(
+    injector: FaultInjector, faults: tuple[Fault, ...], settings: ChaosSettings, start_s: float, advance: Advance
 ) -> float:
     """Lets every fault begin and end. Returns the seconds for which faults had to wait.
 
@@ -142,30 +143,30 @@ def _strike(
     due = deque(faults)
     look_at = start_s
     moved_s, moved_to = start_s, 0
-    held_s = 0.0
+    waited_s = 0.0
     before = start_s
     while True:
         now = time.monotonic()
-        for fault, began_s in drill.active.items():
+        for fault, began_s in injector.active.items():
             if now - began_s >= fault.lasts_s:
-                drill.end(fault)
+                injector.end(fault)
         if now >= look_at:
             look_at = now + _LOOK_EVERY_S
-            drill.look_after(now)
-            history = drill.history()
-            outage = any(fault.kind == "outage" for fault in drill.active)
+            injector.restart_exited(now)
+            history = injector.history()
+            outage = any(fault.kind == "outage" for fault in injector.active)
             if history.last_step > moved_to or outage:
                 moved_s, moved_to = now, history.last_step
-            if now - moved_s > _GIVE_UP * settings.patience_s:
-                return held_s  # the checks tell why
-            advance(_words(history, drill), round(now - start_s - held_s))
-        while due and now - start_s - held_s >= due[0].at_s:
-            if not _leaves_majority(due[0], drill.history(), settings, now):
-                held_s += now - before
+            if now - moved_s > _ABORT_FACTOR * settings.patience_s:
+                return waited_s  # the checks tell why
+            advance(_status_text(history, injector), round(now - start_s - waited_s))
+        while due and now - start_s - waited_s >= due[0].at_s:
+            if not _leaves_majority(due[0], injector.history(), settings, now):
+                waited_s += now - before
                 break
-            drill.begin(due.popleft())
-        if not due and not drill.active and now - start_s - held_s >= 60.0 * settings.minutes:
-            return held_s
+            injector.begin(due.popleft())
+        if not due and not injector.active and now - start_s - waited_s >= 60.0 * settings.minutes:
+            return waited_s
         before = now
         time.sleep(_TICK_S)
 
@@ -179,52 +180,52 @@ def _leaves_majority(fault: Fault, history: History, settings: ChaosSettings, no
     return 2 * (len(there) - taken) > settings.hosts
 
 
-def _calm(drill: Drill, settings: ChaosSettings, advance: Advance) -> None:
+def _calm(injector: FaultInjector, settings: ChaosSettings, advance: Advance) -> None:
     """Ends what still holds, and waits until all hosts train again, or patience is over."""
     begin = time.monotonic()
     while (now := time.monotonic()) < begin + settings.patience_s + LEAVE_S:
-        for fault in drill.active:
-            drill.end(fault)
-        drill.look_after(now)
-        history = drill.history()
+        for fault in injector.active:
+            injector.end(fault)
+        injector.restart_exited(now)
+        history = injector.history()
         back = [host for host in range(settings.hosts) if history.stepped(host, max(begin, now - 2.0)) is not None]
         advance(f"calm: {len(back)} of {settings.hosts} hosts train", round(60.0 * settings.minutes))
-        if len(back) == settings.hosts and not drill.active:
+        if len(back) == settings.hosts and not injector.active:
             return
         time.sleep(_LOOK_EVERY_S)
 
 
-def _end(drill: Drill, settings: ChaosSettings, advance: Advance) -> tuple[int, int]:
+def _end(injector: FaultInjector, settings: ChaosSettings, advance: Advance) -> tuple[int, int]:
     """Announces the end, and waits for it. Returns the steps at which the learning rate began to fall, and the last."""
-    history = drill.history()
+    history = injector.history()
     recent = [step for t, step in history.frontier if t > time.monotonic() - 10.0]
     rate = (recent[-1] - recent[0]) / 10.0 if recent else 0.0
     decay_at = history.last_step + max(_AHEAD_STEPS, round(_AHEAD_S * rate))
     stop_at = decay_at + max(_LEAST_DECAY_STEPS, round(_DECAY * decay_at))
-    drill.announce_end(decay_at, stop_at)
-    _wait(drill, settings, stop_at, advance, "end")
+    injector.announce_end(decay_at, stop_at)
+    _wait(injector, settings, stop_at, advance, "end")
     return decay_at, stop_at
 
 
-def _undisturbed(lab: Lab, drill: Drill, settings: ChaosSettings, steps: int, advance: Advance) -> float:
+def _undisturbed(lab: Lab, injector: FaultInjector, settings: ChaosSettings, steps: int, advance: Advance) -> float:
     """Trains without faults, and returns the validation loss; NaN if the training failed."""
     lab.set(cut=(), cut_links=(), lines=settings.network.lines)
     try:
-        _start(lab, drill, settings, advance)
+        _start(lab, injector, settings, advance)
     except RankFailed:
-        drill.kill()
+        injector.kill()
         return math.nan  # what the faults showed is not thrown away
     lab.reset()
-    _wait(drill, settings, steps, advance, "undisturbed run")
-    loss = final_loss(drill.history())
+    _wait(injector, settings, steps, advance, "undisturbed run")
+    loss = final_loss(injector.history())
     return math.nan if loss is None else loss
 
 
-def _wait(drill: Drill, settings: ChaosSettings, steps: int, advance: Advance, what: str) -> None:
+def _wait(injector: FaultInjector, settings: ChaosSettings, steps: int, advance: Advance, what: str) -> None:
     """Waits until all processes have ended, as long as steps are made."""
     moved_s, moved_to = time.monotonic(), 0
-    while any(drill.runs(host) for host in range(settings.hosts)):
-        history = drill.history()
+    while any(injector.runs(host) for host in range(settings.hosts)):
+        history = injector.history()
         now = time.monotonic()
         if history.last_step > moved_to:
             moved_s, moved_to = now, history.last_step
@@ -232,12 +233,12 @@ def _wait(drill: Drill, settings: ChaosSettings, steps: int, advance: Advance, w
             break
         advance(f"{what}: step {history.last_step} of {steps}", round(60.0 * settings.minutes))
         time.sleep(_LOOK_EVERY_S)
-    drill.kill()
+    injector.kill()
 
 
-def _words(history: History, drill: Drill) -> str:
-    views = [life.steps[-1].view for life in history.lives if life.steps]
+def _status_text(history: History, injector: FaultInjector) -> str:
+    views = [process_log.steps[-1].view for process_log in history.process_logs if process_log.steps]
     view = max((each for each in views if each is not None), default=None)
     where = "" if view is None else f" in view {view}"
-    faults = ", ".join(fault.words for fault in drill.active) or "calm"
+    faults = ", ".join(fault.description for fault in injector.active) or "calm"
     return f"step {history.last_step}{where}, {faults}"

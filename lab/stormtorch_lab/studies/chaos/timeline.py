@@ -13,7 +13,7 @@ _AFTER_S = 5.0
 
 
 @dataclass(frozen=True)
-class Struck:
+class InjectedFault:
     """A fault that was done: its real times, on the clock of the logs."""
 
     fault: Fault
@@ -22,7 +22,7 @@ class Struck:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessExit:
     """A process that ended though nobody asked it to."""
 
     host: int
@@ -35,7 +35,7 @@ class Ended:
 class Recovery:
     """Recovery from one fault."""
 
-    struck: Struck
+    struck: InjectedFault
     pause_s: float | None
     """Longest time without a step on any host; after an outage, from its end on. None if no step came any more."""
     return_s: float | None
@@ -49,7 +49,7 @@ class Recovery:
         return {key: round(value, 3) if isinstance(value, float) else value for key, value in found.items()}
 
 
-def recoveries(history: History, all_struck: Sequence[Struck]) -> list[Recovery]:
+def recoveries(history: History, all_struck: Sequence[InjectedFault]) -> list[Recovery]:
     """One recovery for each fault, in their order."""
     return [
         Recovery(struck, pause_of(history, struck, all_struck), return_of(history, struck, all_struck))
@@ -57,7 +57,7 @@ def recoveries(history: History, all_struck: Sequence[Struck]) -> list[Recovery]
     ]
 
 
-def pause_of(history: History, struck: Struck, all_struck: Sequence[Struck]) -> float | None:
+def pause_of(history: History, struck: InjectedFault, all_struck: Sequence[InjectedFault]) -> float | None:
     """Longest pause of the training that a fault made."""
     times = [t for t, _ in history.frontier]
     if struck.fault.kind == "outage":
@@ -70,14 +70,14 @@ def pause_of(history: History, struck: Struck, all_struck: Sequence[Struck]) -> 
         if times[index] >= until:
             return longest
         if index + 1 == len(times):
-            return longest if history.came_to_end else None
+            return longest if history.completed else None
         # A gap that an outage has made longer is the outage's.
         if not any(times[index] < each.ended_s and each.began_s < times[index + 1] for each in _outages(all_struck)):
             longest = max(longest, times[index + 1] - times[index])
     return None
 
 
-def return_of(history: History, struck: Struck, all_struck: Sequence[Struck]) -> float | None:
+def return_of(history: History, struck: InjectedFault, all_struck: Sequence[InjectedFault]) -> float | None:
     """Time until all struck hosts made steps again, unless something else happened to one of them before."""
     since = struck.began_s if struck.fault.kind == "join" else struck.ended_s
     found = []
@@ -89,7 +89,7 @@ def return_of(history: History, struck: Struck, all_struck: Sequence[Struck]) ->
     return max(found, default=None)
 
 
-def undisturbed_until(host: int, since_s: float, all_struck: Sequence[Struck]) -> float:
+def undisturbed_until(host: int, since_s: float, all_struck: Sequence[InjectedFault]) -> float:
     """Time at which the next fault strikes a host or all hosts; `since_s` if one still holds, infinite if none does."""
     disturbing = (
         max(each.began_s, since_s)
@@ -100,5 +100,5 @@ def undisturbed_until(host: int, since_s: float, all_struck: Sequence[Struck]) -
     return min(disturbing, default=float("inf"))
 
 
-def _outages(all_struck: Sequence[Struck]) -> list[Struck]:
+def _outages(all_struck: Sequence[InjectedFault]) -> list[InjectedFault]:
     return [each for each in all_struck if each.fault.kind == "outage"]

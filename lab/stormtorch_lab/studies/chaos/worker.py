@@ -54,12 +54,12 @@ _JOIN_S = 120.0
 
 def main() -> None:
     """Trains until the file says stop, or until SIGTERM asks this rank to leave."""
-    given = _arguments()
+    arguments = _arguments()
     torch.set_num_threads(1)
-    number = next(each for each in range(1000) if not log_path(given.folder, given.host, each).exists())
-    log = Log(log_path(given.folder, given.host, number))
+    number = next(each for each in range(1000) if not log_path(arguments.folder, arguments.host, each).exists())
+    log = Log(log_path(arguments.folder, arguments.host, number))
     try:
-        _train(given, log, again=number > 0)
+        _train(arguments, log, again=number > 0)
     except SystemExit:  # after SIGTERM, once others have what this rank owned
         log.write(left=True)
         raise
@@ -86,34 +86,34 @@ class Log(logging.Handler):
         self.write(warning=record.getMessage()[:500])
 
 
-def _train(given: argparse.Namespace, log: Log, *, again: bool) -> None:
+def _train(arguments: argparse.Namespace, log: Log, *, again: bool) -> None:
     task = Text(
-        open_corpus(None), width=32, layers=1, batch=8, lr=given.lr, context=32, held_out=256, own_generators=True
+        open_corpus(None), width=32, layers=1, batch=8, lr=arguments.lr, context=32, held_out=256, own_generators=True
     )
-    model = task.model(given.seed)
+    model = task.model(arguments.seed)
     optimizer = task.optimizer(model.parameters())
-    group = enter(given, again=again)
-    policy = make_policy(given.policy)
+    group = connect_or_join(arguments, again=again)
+    policy = make_policy(arguments.policy)
     model, optimizer = prepare(model, optimizer, policy=policy, group=group)
-    second, its_optimizer = prepare(*second_model(given.seed), policy=make_policy(given.policy), group=group)
+    second, its_optimizer = prepare(*second_model(arguments.seed), policy=make_policy(arguments.policy), group=group)
     models, optimizers = (model, second), (optimizer, its_optimizer)
     sessions: list[Any] = [each.session for each in optimizers]  # type: ignore[attr-defined]  # given by prepare
     session = sessions[0]
     rank = group.transport.rank
-    log.write(begin=session.steps, host=given.host, rank=rank, pid=os.getpid())
-    program, stop = Program(models, optimizers, policy, again=again), Stop(given.folder / STOP)
+    log.write(begin=session.steps, host=arguments.host, rank=rank, pid=os.getpid())
+    program, stop = Program(models, optimizers, policy, again=again), Stop(arguments.folder / STOP)
     while session.steps < stop.at():
         begin = time.monotonic()
         step = session.steps
         for parameters in optimizer.param_groups:
-            parameters["lr"] = stop.rate(step, given.lr)
-        batch = task.batch(given.seed, step, rank, given.hosts)
+            parameters["lr"] = stop.rate(step, arguments.lr)
+        batch = task.batch(arguments.seed, step, rank, arguments.hosts)
         loss = program.step(step, step + 1 == stop.at(), functools.partial(task.loss, batch=batch))
         log.write(step=session.steps, loss=round(loss, 4), **view_of(session))
-        if session.steps % given.digest_every == 0:
+        if session.steps % arguments.digest_every == 0:
             _compare(models, session, log)
         if not stop.decays(session.steps):
-            time.sleep(max(begin + given.pace_s - time.monotonic(), 0.0))
+            time.sleep(max(begin + arguments.pace_s - time.monotonic(), 0.0))
     shards = prints_of(sessions)  # before `exact`, which gives standbys what owners have
     with exact(model), exact(second):
         digest, (val_loss, _) = digest_of(*models), task.evaluate(model)
@@ -166,8 +166,8 @@ class Stop:
         """Step at which to stop, as far as is known."""
         if self._decay_at is None:
             with contextlib.suppress(FileNotFoundError):
-                told = json.loads(self._path.read_text(encoding="utf-8"))
-                self._decay_at, self._stop_at = told["decay_at"], told["stop_at"]
+                announced = json.loads(self._path.read_text(encoding="utf-8"))
+                self._decay_at, self._stop_at = announced["decay_at"], announced["stop_at"]
         return float("inf") if self._decay_at is None else self._stop_at
 
     def decays(self, step: int) -> bool:
@@ -185,37 +185,37 @@ class Stop:
 # --- what the runtime offers ----------------------------------------------------------------------------------------
 
 
-def enter(given: argparse.Namespace, *, again: bool) -> Group:
+def connect_or_join(arguments: argparse.Namespace, *, again: bool) -> Group:
     """Comes into the training, by one command for the first start and for every other: with the others by the store if
     nothing runs yet, or into what runs. A further host, and one that cannot reach the store, asks any live rank.
     """
     key = os.environ.get(KEY_VARIABLE)
-    options = Options(interface=DEVICE, silence_s=given.silence_s, port=PORT, key=key.encode() if key else None)
-    if given.host >= given.hosts:
-        return _join(given, options)
+    options = Options(interface=DEVICE, silence_s=arguments.silence_s, port=PORT, key=key.encode() if key else None)
+    if arguments.host >= arguments.hosts:
+        return _join(arguments, options)
     try:
         store = TCPStore(address(STORE_HOST), STORE_PORT, is_master=False, timeout=timedelta(seconds=_STORE_S))
     except (RuntimeError, TimeoutError):
         if not again:
             raise
-        return _join(given, options)
+        return _join(arguments, options)
     try:
-        return Group(connect(store, given.host, given.hosts, replace(options, rejoin="auto")))
+        return Group(connect(store, arguments.host, arguments.hosts, replace(options, rejoin="auto")))
     except DistError:  # the store was cut off while it was read
         if not again:
             raise
-        return _join(given, options)
+        return _join(arguments, options)
 
 
-def _join(given: argparse.Namespace, options: Options) -> Group:
+def _join(arguments: argparse.Namespace, options: Options) -> Group:
     """Asks one rank after the other until one answers: some may be dead, or cut off as this one is."""
-    others = ",".join(f"{address(host)}:{PORT}" for host in range(given.hosts) if host != given.host)
-    give_up_at = time.monotonic() + _JOIN_S
+    others = ",".join(f"{address(host)}:{PORT}" for host in range(arguments.hosts) if host != arguments.host)
+    deadline = time.monotonic() + _JOIN_S
     while True:
         try:
             return join(others, options)
         except StormError as error:
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > deadline:
                 raise
             logging.getLogger(__name__).warning("not let in yet: %s", error)
         time.sleep(0.5)

@@ -26,7 +26,7 @@ _TICK_S = 1e-9
 # How often ranks look whether their exchange has ended.
 _POLL_S = 0.5e-3
 # Longest time for which requests are waited for that arrived before the end.
-_PATIENCE_S = 3.0
+_REPLY_WAIT_LIMIT_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,7 +216,7 @@ def colocate(settings: Colocation) -> Colocated:
     )
     begin_s = sim.now_s + settings.warm_s
     end_s = begin_s + settings.seconds
-    training = Training(sim, settings) if settings.training else None
+    training = SimulatedTraining(sim, settings) if settings.training else None
     if settings.requests_per_s:
         network.serve(
             settings.requests_per_s, settings.response_bytes, settings.request_bytes, settings.seed, sim.now_s
@@ -227,15 +227,15 @@ def colocate(settings: Colocation) -> Colocated:
     if settings.requests_per_s:
         network.stop_service()
         # The training goes on: the last requests must not find the lines empty.
-        give_up_s = end_s + _PATIENCE_S
-        while network.service_counts()["answered"] < network.service_counts()["asked"] and sim.now_s < give_up_s:
+        drain_until_s = end_s + _REPLY_WAIT_LIMIT_S
+        while network.service_counts()["answered"] < network.service_counts()["asked"] and sim.now_s < drain_until_s:
             _run_until(sim, training, sim.now_s + _POLL_S, measured=False)
     counts = {name: value - before[name] for name, value in _counts(network, settings).items()}
     answered = network.answered() if settings.requests_per_s else []
     times = [took + settings.host_s for at, took in answered if at >= begin_s]
     unanswered = counts["asked"] - len(times)
     return Colocated(
-        mean_s=mean(times + [_PATIENCE_S] * unanswered) if times else None,
+        mean_s=mean(times + [_REPLY_WAIT_LIMIT_S] * unanswered) if times else None,
         p50_s=percentile(times, 50) if times else None,
         p99_s=percentile(times, 99) if times else None,
         requests=len(times),
@@ -251,7 +251,7 @@ def colocate(settings: Colocation) -> Colocated:
     )
 
 
-def _run_until(sim: _engine.Sim, training: Training | None, at_s: float, *, measured: bool) -> None:
+def _run_until(sim: _engine.Sim, training: SimulatedTraining | None, at_s: float, *, measured: bool) -> None:
     while sim.now_s < at_s - _TICK_S:
         if training is not None:
             training.go_on(measured=measured)
@@ -260,7 +260,7 @@ def _run_until(sim: _engine.Sim, training: Training | None, at_s: float, *, meas
 
 def _counts(network: SharedNetwork, settings: Colocation) -> dict[str, int]:
     """Counters since the network was made."""
-    lines = [network.line_counts(host) for host in range(settings.hosts)]
+    lines = [network.access_link_counts(host) for host in range(settings.hosts)]
     service = network.service_counts() if settings.requests_per_s else {"asked": 0, "resent": 0, "timeouts": 0}
     return {
         "asked": service["asked"],
@@ -271,7 +271,7 @@ def _counts(network: SharedNetwork, settings: Colocation) -> dict[str, int]:
     }
 
 
-class Training:
+class SimulatedTraining:
     """The exchanges of a training at a fixed pace: owners collect contributions and send the results to all.
 
     Args:

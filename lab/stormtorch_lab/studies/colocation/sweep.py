@@ -66,7 +66,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class SweepCase:
     """Means over seeds of runs that differ in nothing else."""
 
     requests_per_s: float
@@ -88,7 +88,7 @@ class Gain:
 
     requests_per_s: float
     allowed: float
-    best: Case | None
+    best: SweepCase | None
     """The largest speed-up of all cases that lose no more; None if all lose more."""
 
 
@@ -99,7 +99,7 @@ class Seeds:
     sweep: Sweep
     results: dict[Colocation, Colocated]
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[SweepCase]:
         """Means over seeds, with speed-ups against one queue at the same deadline."""
         groups: dict[tuple[float, float | None, float | None], list[Colocated]] = {}
         for settings, result in self.results.items():
@@ -111,7 +111,7 @@ class Seeds:
             if len(equal) != len(means):
                 continue  # the study was ended before they were all there
             found.append(
-                Case(
+                SweepCase(
                     requests_per_s=rate,
                     low_share=share,
                     slack=slack,
@@ -193,12 +193,12 @@ class Seeds:
         path.write_text(json.dumps(self.to_json(targets_s), indent=1) + "\n", encoding="utf-8")
 
 
-def run_sweep(sweep: Sweep, told: Callable[[int], None], *, processes: int = 1) -> Seeds:
+def run_sweep(sweep: Sweep, on_run: Callable[[int], None], *, processes: int = 1) -> Seeds:
     """Makes all runs of a study.
 
     Args:
         sweep: What to run.
-        told: Called with the number of runs that are done.
+        on_run: Called with the number of runs that are done.
         processes: Processes that make runs at the same time.
     """
     runs = sweep.runs()
@@ -206,10 +206,10 @@ def run_sweep(sweep: Sweep, told: Callable[[int], None], *, processes: int = 1) 
     if processes == 1:
         for settings in runs:
             results[settings] = colocate(settings)
-            told(len(results))
+            on_run(len(results))
     else:
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             for settings, result in zip(runs, pool.map(colocate, runs), strict=True):
                 results[settings] = result
-                told(len(results))
+                on_run(len(results))
     return Seeds(sweep=sweep, results=results)

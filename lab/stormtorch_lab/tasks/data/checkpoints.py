@@ -54,13 +54,13 @@ def read_checkpoint(path: Path) -> tuple[LlamaSize, dict[str, torch.Tensor]]:
             "data", f"shares keys among heads in {path}, which Llama does not support: {key_heads} of {heads}"
         )
     weights = _Weights(torch.frombuffer(content, dtype=torch.float32)[_HEADER:])
-    turns = 2 * context * (width // heads // 2)
-    expected = _elements(size) + turns
+    rotary_count = 2 * context * (width // heads // 2)
+    expected = _elements(size) + rotary_count
     if weights.left != expected:
         raise BadSetting(
             "data", f"holds no checkpoint in {path}: it has {weights.left:,} weights instead of {expected:,}"
         )
-    return size, _state(size, weights, turns)
+    return size, _state(size, weights, rotary_count)
 
 
 class _Weights:
@@ -84,7 +84,7 @@ def _elements(size: LlamaSize) -> int:
     return size.layers * layer + (1 if size.tied else 2) * size.vocabulary * size.width + size.width
 
 
-def _state(size: LlamaSize, weights: _Weights, turns: int) -> dict[str, torch.Tensor]:
+def _state(size: LlamaSize, weights: _Weights, rotary_count: int) -> dict[str, torch.Tensor]:
     layers, width, inner = size.layers, size.width, size.inner
     embedding = weights.take(size.vocabulary, width)
     attention_norm = weights.take(layers, width)
@@ -97,7 +97,7 @@ def _state(size: LlamaSize, weights: _Weights, turns: int) -> dict[str, torch.Te
     down = weights.take(layers, width, inner)
     up = weights.take(layers, inner, width)
     norm = weights.take(width)
-    weights.take(turns)  # cosines and sines, which the model computes itself
+    weights.take(rotary_count)  # cosines and sines, which the model computes itself
     state = {
         "embedding.weight": embedding,
         "norm.weight": norm,

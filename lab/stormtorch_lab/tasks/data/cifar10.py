@@ -138,9 +138,9 @@ def _read_packs(paths: list[Path]) -> list[_Part]:
     found = [_read_pack(path) for path in paths]
     numbers = sorted((part, parts) for part, parts, _ in found)
     if numbers != [(part, len(found)) for part in range(len(found))]:
-        told = ", ".join(f"{part + 1} of {parts}" for part, parts in numbers)
+        found_parts = ", ".join(f"{part + 1} of {parts}" for part, parts in numbers)
         raise BadSetting(
-            "data", f"must hold all parts of one pack, and nothing else, in {paths[0].parent}: it has {told}"
+            "data", f"must hold all parts of one pack, and nothing else, in {paths[0].parent}: it has {found_parts}"
         )
     return [examples for _, _, examples in sorted(found, key=lambda entry: entry[0])]
 

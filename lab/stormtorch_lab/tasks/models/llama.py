@@ -71,10 +71,10 @@ class Llama(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Score the next token after each token, given that token and those before it."""
-        turns = _turns(tokens.shape[1], self.size.width // self.size.heads, tokens.device)
+        rotary = _rotary_factors(tokens.shape[1], self.size.width // self.size.heads, tokens.device)
         hidden = self.embedding(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, turns)
+            hidden = layer(hidden, rotary)
         scores: torch.Tensor = self.head(self.norm(hidden))
         return scores
 
@@ -87,8 +87,8 @@ class _Layer(nn.Module):
         self.feed_norm = nn.RMSNorm(size.width, eps=size.epsilon)
         self.feed = _Feed(size)
 
-    def forward(self, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), turns)
+    def forward(self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary)
         added: torch.Tensor = hidden + self.feed(self.feed_norm(hidden))
         return added
 
@@ -100,12 +100,12 @@ class _Attention(nn.Module):
         self.query_key_value = nn.Linear(size.width, 3 * size.width, bias=False)
         self.out = nn.Linear(size.width, size.width, bias=False)
 
-    def forward(self, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         sequences, tokens, width = hidden.shape
         parts = self.query_key_value(hidden).view(sequences, tokens, 3, self.heads, width // self.heads)
         query_BHTK, key_BHTK, value_BHTK = parts.permute(2, 0, 3, 1, 4)
         seen_BHTK = functional.scaled_dot_product_attention(
-            _turned(query_BHTK, turns), _turned(key_BHTK, turns), value_BHTK, is_causal=True
+            _apply_rotary(query_BHTK, rotary), _apply_rotary(key_BHTK, rotary), value_BHTK, is_causal=True
         )
         out: torch.Tensor = self.out(seen_BHTK.transpose(1, 2).reshape(sequences, tokens, width))
         return out
@@ -125,16 +125,16 @@ class _Feed(nn.Module):
         return down
 
 
-def _turns(tokens: int, elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary_factors(tokens: int, elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of the angles by which rotary embeddings rotate each pair of elements: (T, K/2)."""
     speeds = _ROTARY_BASE ** (-torch.arange(0, elements, 2, device=device) / elements)
     angles = torch.arange(tokens, device=device).unsqueeze(1) * speeds
     return angles.cos(), angles.sin()
 
 
-def _turned(vectors_BHTK: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _apply_rotary(vectors_BHTK: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Rotate pairs of elements i and i + K/2, as in LLaMA's published code."""
-    cosines, sines = turns
+    cosines, sines = rotary
     first, second = vectors_BHTK.chunk(2, dim=-1)
     turned = torch.cat((first * cosines - second * sines, first * sines + second * cosines), dim=-1)
     return turned.type_as(vectors_BHTK)  # under autocast, angles have more bits than the vectors

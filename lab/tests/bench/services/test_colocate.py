@@ -273,6 +273,7 @@ def test_a_service_and_a_training_share_the_lines_and_both_are_measured() -> Non
     assert all(each is not None and each.validation_ratio == pytest.approx(1.0, abs=1e-3) for each in gloo)
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_ctrl_c_leaves_neither_servers_nor_clients_nor_ranks(tmp_path: Path) -> None:
     service_or_skip()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from backend_job import free_ports
-from stormtorch_lab.bench.services.service import Done, Service, ServiceResult, find_nginx, nginx_words, write_file
+from stormtorch_lab.bench.services.service import Done, Service, ServiceResult, find_nginx, nginx_command, write_file
 from stormtorch_lab.netns import Lab
 from stormtorch_lab.netns.access import LabUnavailable
 
@@ -38,7 +38,7 @@ def nginx(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """A server on loopback: the address of its file, and its process."""
     found, (port,) = nginx_or_skip(), free_ports(1)
     name = write_file(folder, SIZE)
-    process = subprocess.Popen(nginx_words(found, folder, "nginx", f"127.0.0.1:{port}"), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(nginx_command(found, folder, "nginx", f"127.0.0.1:{port}"), stderr=subprocess.DEVNULL)
     try:
         yield f"http://127.0.0.1:{port}/{name}", process
     finally:
@@ -107,6 +107,7 @@ def test_nginx_answers_over_connections_that_are_kept(tmp_path: Path) -> None:
     assert sum(line.split()[1].endswith(f":{port}") and line.split()[3] == "06" for line in opened[1:]) < 10
 
 
+@pytest.mark.thorough
 def test_a_server_that_stalls_shows_in_all_requests_that_were_due_meanwhile(tmp_path: Path) -> None:
     """A client that waits for answers would send one request into the stall, and report one long latency."""
     stall_s = 0.4
@@ -141,6 +142,7 @@ def test_a_server_that_stalls_shows_in_all_requests_that_were_due_meanwhile(tmp_
     assert sorted(before)[len(before) // 2] < 0.1
 
 
+@pytest.mark.thorough
 def test_failures_are_counted_by_kind() -> None:
     """Servers that hang up, answer with too little or with an error, or not at all."""
     answers_of = {
@@ -225,6 +227,7 @@ def test_without_aiohttp_the_error_says_how_to_get_it(monkeypatch: pytest.Monkey
         find_nginx()
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_hosts_of_a_lab_fetch_from_each_other_and_leave_nothing_behind(lab: Callable[..., Lab]) -> None:
     nginx_or_skip()

@@ -57,6 +57,7 @@ def source_at(network: Lab, listeners: list[int], speaker: int) -> list[tuple[st
     return [(host, port) for host, port in seen]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["cone", "symmetric"])
 def test_router_shows_its_own_address_and_a_port_by_its_kind(lab: MakeLab, kind: str) -> None:
     network = lab(4, probe=False, nat={3: kind})
@@ -95,7 +96,7 @@ def reduce_on(member: Member, options: Options, rounds: int, change_at: int, pau
         group = Group(transport)
         for index in range(rounds):
             if index == change_at and member.rank == 0:
-                member.ask(index)
+                member.request(index)
             tensor = torch.full((ELEMENTS,), 1.0 + member.rank)
             begin = time.perf_counter()
             all_reduce(group, tensor, reliability=EXACT).wait()
@@ -112,6 +113,7 @@ def reduce_on(member: Member, options: Options, rounds: int, change_at: int, pau
         }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("key", [None, KEY], ids=["unsealed", "sealed"])
 def test_ranks_behind_two_routers_find_each_other_and_survive_new_ports(lab: MakeLab, key: bytes | None) -> None:
     network = lab(3, rate="200mbit", management=True, probe=False, nat={1: "cone", 2: "cone"})
@@ -121,12 +123,13 @@ def test_ranks_behind_two_routers_find_each_other_and_survive_new_ports(lab: Mak
         return True
 
     options = Options(interface="eth0", key=key)
-    logs = run_ranks(reduce_on, 3, (options, 8, 4, 0.0), timeout_s=60, listen=rebind, lab=network)
+    logs = run_ranks(reduce_on, 3, (options, 8, 4, 0.0), timeout_s=60, on_message=rebind, lab=network)
     assert [log["learned"] for log in logs] == [[1, 2], [2], [1]]
     assert logs[1]["hosts"][2] == "198.18.0.3" and logs[2]["hosts"][1] == "198.18.0.2"
     assert logs[0]["reroutes"] >= 3 and logs[2]["reroutes"] >= 2  # both found rank 1 once more
 
 
+@pytest.mark.thorough
 def test_ranks_reach_a_public_one_through_a_symmetric_router_at_loss(lab: MakeLab) -> None:
     network = lab(2, rate="200mbit", loss=0.1, management=True, probe=False, nat={1: "symmetric"})
     logs = run_ranks(reduce_on, 2, (Options(interface="eth0"), 3, -1, 0.0), timeout_s=60, lab=network)

@@ -28,7 +28,7 @@ def reduce_on(member: Member, options: Options, rounds: int, changes: dict[int, 
             work = all_reduce(group, tensor, reliability=EXACT)
             if index in changes and member.rank == 0:
                 time.sleep(0.1)
-                member.ask(changes[index])
+                member.request(changes[index])
             work.wait()
             times.append(time.perf_counter() - begin)
             assert torch.all(tensor == sum(range(1, member.world + 1)))
@@ -38,6 +38,7 @@ def reduce_on(member: Member, options: Options, rounds: int, changes: dict[int, 
         return {"times": times, "paths": transport.paths(peer), "outages": transport.health()["path_outages"]}
 
 
+@pytest.mark.thorough
 @pytest.mark.lab
 def test_two_paths_carry_more_than_one_and_one_may_fail_and_return(lab: MakeLab) -> None:
     network = lab(2, rate="100mbit", management=True, probe=False, paths=2)
@@ -48,7 +49,7 @@ def test_two_paths_carry_more_than_one_and_one_may_fail_and_return(lab: MakeLab)
         return True
 
     (one, _) = run_ranks(reduce_on, 2, (Options(interface="eth0"), 3, {}), timeout_s=60, lab=network)
-    logs = run_ranks(reduce_on, 2, (both, 12, {4: 1, 7: 0}), timeout_s=60, listen=change, lab=network)
+    logs = run_ranks(reduce_on, 2, (both, 12, {4: 1, 7: 0}), timeout_s=60, on_message=change, lab=network)
     times = logs[0]["times"]
     alone_s = min(one["times"])
     assert min(times[2:4]) < 0.75 * alone_s and min(times[9:]) < 0.75 * alone_s

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stormtorch.telemetry.statistics import mean
 
 if TYPE_CHECKING:
-    from stormtorch.telemetry.histories import Account
+    from stormtorch.telemetry.histories import RankHistory
 
 # Okabe-Ito: colours that colour-blind people tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#F0E442", "#000000")
@@ -17,15 +17,15 @@ _MOST_LINES = 8
 _MOST_POINTS = 400
 
 
-def plot_accounts(accounts: "Sequence[Account]", path: Path) -> None:
+def plot_histories(histories: "Sequence[RankHistory]", path: Path) -> None:
     """Draws the accounts into `path`; its ending is the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 8.0), layout="constrained")
     arrived, waits, drift = figure.subplots(3, 1, sharex=True)
-    _draw_arrived(accounts, arrived)
-    _draw_waits(accounts, waits)
-    _draw_drift(accounts, drift)
+    _draw_arrived(histories, arrived)
+    _draw_waits(histories, waits)
+    _draw_drift(histories, drift)
     drift.set_xlabel("step")
     for axis in (arrived, waits, drift):
         axis.spines[["top", "right"]].set_visible(False)
@@ -34,44 +34,44 @@ def plot_accounts(accounts: "Sequence[Account]", path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _draw_arrived(accounts: "Sequence[Account]", axis: Any) -> None:
+def _draw_arrived(histories: "Sequence[RankHistory]", axis: Any) -> None:
     axis.set(title="chunks that arrived", ylabel="%")
-    worst = min(accounts, key=lambda each: each.arrived)
-    shown = accounts if len(accounts) <= _MOST_LINES else [worst]
-    if shown != accounts:
-        for account in accounts:
-            axis.plot(*_series(account, "arrived", 100.0), color="#999999", linewidth=0.5, alpha=0.4)
-    for number, account in enumerate(shown):
+    worst = min(histories, key=lambda each: each.arrived)
+    shown = histories if len(histories) <= _MOST_LINES else [worst]
+    if shown != histories:
+        for history in histories:
+            axis.plot(*_series(history, "arrived", 100.0), color="#999999", linewidth=0.5, alpha=0.4)
+    for number, history in enumerate(shown):
         colour = COLOURS[number % len(COLOURS)]
-        label = account.name + (", the worst" if account is worst and len(accounts) > 1 else "")
-        axis.plot(*_series(account, "arrived", 100.0), color=colour, linewidth=1.2, label=label)
+        label = history.name + (", the worst" if history is worst and len(histories) > 1 else "")
+        axis.plot(*_series(history, "arrived", 100.0), color=colour, linewidth=1.2, label=label)
     axis.legend(frameon=False, fontsize=8, ncols=2)
 
 
-def _draw_waits(accounts: "Sequence[Account]", axis: Any) -> None:
+def _draw_waits(histories: "Sequence[RankHistory]", axis: Any) -> None:
     """Draws the waits of the rank that waited longest, a step."""
-    account = max(accounts, key=lambda each: each.waited_s)
+    history = max(histories, key=lambda each: each.waited_s)
     layers, steps = [], list[float]()
     for name, _, _ in _WAITS:
-        found = [(entry["step"], 1e3 * entry.get(name, 0.0) / entry["steps"]) for entry in account.entries]
+        found = [(entry["step"], 1e3 * entry.get(name, 0.0) / entry["steps"]) for entry in history.entries]
         steps, values = _thinned(found)
         layers.append(values)
     axis.stackplot(steps, *layers, labels=[label for _, label, _ in _WAITS], colors=[colour for _, _, colour in _WAITS])
-    who = f" of {account.name}, which waited longest" if len(accounts) > 1 else ""
+    who = f" of {history.name}, which waited longest" if len(histories) > 1 else ""
     axis.set(title=f"waiting{who}", ylabel="ms a step")
     axis.set_ylim(0, 1.3 * max((sum(each) for each in zip(*layers, strict=True)), default=0.0) or 1.0)
     axis.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
 
 
-def _draw_drift(accounts: "Sequence[Account]", axis: Any) -> None:
+def _draw_drift(histories: "Sequence[RankHistory]", axis: Any) -> None:
     axis.set(title="drift of replicas, and its bound", ylabel="mean square")
     # Where drift is not measured, as under other policies, the axis stays empty and says so.
     drawn = False
     for name, label, colour in (("pair_drift", "drift", "#0072B2"), ("pair_bound", "bound", "#D55E00")):
-        account = max(accounts, key=lambda each: len(_series(each, "pair_drift", 1.0)[0]))
-        steps, values = _series(account, name, 1.0)
+        history = max(histories, key=lambda each: len(_series(each, "pair_drift", 1.0)[0]))
+        steps, values = _series(history, name, 1.0)
         if any(value > 0 for value in values):
-            axis.semilogy(steps, values, color=colour, linewidth=1.2, label=f"{label}, {account.name}")
+            axis.semilogy(steps, values, color=colour, linewidth=1.2, label=f"{label}, {history.name}")
             drawn = True
     if drawn:
         axis.legend(frameon=False, fontsize=8, ncols=2)
@@ -79,8 +79,8 @@ def _draw_drift(accounts: "Sequence[Account]", axis: Any) -> None:
         axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", va="center", color="#777777")
 
 
-def _series(account: "Account", name: str, scale: float) -> tuple[list[float], list[float]]:
-    return _thinned([(each["step"], scale * each[name]) for each in account.entries if each.get(name) is not None])
+def _series(history: "RankHistory", name: str, scale: float) -> tuple[list[float], list[float]]:
+    return _thinned([(each["step"], scale * each[name]) for each in history.entries if each.get(name) is not None])
 
 
 def _thinned(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:

@@ -7,17 +7,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stormtorch.cli.terminal.screen import hang, new_table
-from stormtorch.doctor.advice import Advice, Cost
-from stormtorch.doctor.diagnosis import Finding, Level
-from stormtorch.doctor.examination import Examination, Link
+from stormtorch.cli.terminal.screen import hanging_indent, new_table
+from stormtorch.doctor.advice import Advice, PredictedCost
+from stormtorch.doctor.diagnosis import Diagnosis, Level
+from stormtorch.doctor.examination import DirectedLink, Examination
 from stormtorch.doctor.verdict import LOSS_PROBLEM
 from stormtorch.telemetry.text import loss_text, rate_text, time_text
 
 _STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
 _MOST_IN_MATRIX = 7  # more do not fit into 80 columns
 _MOST_LINKS = 12
-_ODD: dict[str, Callable[[Link], int]] = {
+_ODD: dict[str, Callable[[DirectedLink], int]] = {
     "late": lambda link: link.reordered,
     "twice": lambda link: link.duplicates,
     "overflow": lambda link: link.overflowed,
@@ -25,15 +25,17 @@ _ODD: dict[str, Callable[[Link], int]] = {
 """Counts that are seldom other than 0."""
 
 
-def show_machine(findings: Sequence[Finding], console: Console) -> None:
+def show_machine(diagnoses: Sequence[Diagnosis], console: Console) -> None:
     """Prints a line for each finding about this machine."""
-    width = max(len(each.subject) for each in findings)
-    for each in findings:
-        hang((f"{each.level.value:<14}", _STYLES[each.level]), f"{each.subject:<{width}}  {each.text}", console)
+    width = max(len(each.subject) for each in diagnoses)
+    for each in diagnoses:
+        hanging_indent(
+            (f"{each.level.value:<14}", _STYLES[each.level]), f"{each.subject:<{width}}  {each.text}", console
+        )
         if each.remedy:
             console.print(Text(f"{'':<14}-> {each.remedy}"), soft_wrap=True)
-    problems = sum(each.level is Level.PROBLEM for each in findings)
-    notes = sum(each.level is Level.NOTE for each in findings)
+    problems = sum(each.level is Level.PROBLEM for each in diagnoses)
+    notes = sum(each.level is Level.NOTE for each in diagnoses)
     if problems:
         verdict = f"{_count(problems, 'problem')}, {_count(notes, 'thing')} worth knowing."
     elif notes:
@@ -45,16 +47,16 @@ def show_machine(findings: Sequence[Finding], console: Console) -> None:
 
 def show_network(
     found: Examination,
-    findings: Sequence[Finding],
+    diagnoses: Sequence[Diagnosis],
     advice: Advice,
-    cost: Cost | None,
+    cost: PredictedCost | None,
     console: Console,
     *,
     captured: Path | None = None,
 ) -> None:
     """Prints the verdict with remedies, a table of the links, and what to paste."""
-    _show_verdict(found, findings, console)
-    _show_links(found, findings, console)
+    _show_verdict(found, diagnoses, console)
+    _show_links(found, diagnoses, console)
     _show_advice(advice, console)
     if cost is not None:
         _show_cost(cost, console)
@@ -70,8 +72,8 @@ def show_network(
         )
 
 
-def _show_verdict(found: Examination, findings: Sequence[Finding], console: Console) -> None:
-    problems = [each for each in findings if each.level is Level.PROBLEM]
+def _show_verdict(found: Examination, diagnoses: Sequence[Diagnosis], console: Console) -> None:
+    problems = [each for each in diagnoses if each.level is Level.PROBLEM]
     if problems:
         console.print(Text(f"{_count(len(problems), 'problem')}", style=_STYLES[Level.PROBLEM]))
     else:
@@ -81,26 +83,26 @@ def _show_verdict(found: Examination, findings: Sequence[Finding], console: Cons
         )
         console.print(Text(text, style="bold green"), soft_wrap=True)
     number = 0
-    for each in findings:
+    for each in diagnoses:
         if each.level is Level.PROBLEM:
             number += 1
             head = f"{number}. "
         else:
             head = f"{each.level.value}: "
-        hang((head, _STYLES[each.level]), (each.text, "bold"), console)
+        hanging_indent((head, _STYLES[each.level]), (each.text, "bold"), console)
         if each.remedy:
             console.print(Text(f"   -> {each.remedy}"), soft_wrap=True)
 
 
-def _show_links(found: Examination, findings: Sequence[Finding], console: Console) -> None:
+def _show_links(found: Examination, diagnoses: Sequence[Diagnosis], console: Console) -> None:
     if len(found.ranks) <= _MOST_IN_MATRIX:
         console.print(_matrix(found), highlight=False)
-    blamed = {rank for each in findings if each.level is Level.PROBLEM for rank in each.ranks}
-    named = {frozenset(each.ranks) for each in findings if each.level is Level.PROBLEM and len(each.ranks) == 2}
+    blamed = {rank for each in diagnoses if each.level is Level.PROBLEM for rank in each.ranks}
+    named = {frozenset(each.ranks) for each in diagnoses if each.level is Level.PROBLEM and len(each.ranks) == 2}
 
-    def badness(link: Link) -> tuple[bool, bool, float, float]:
+    def badness(link: DirectedLink) -> tuple[bool, bool, float, float]:
         is_named = frozenset((link.source, link.target)) in named
-        return link.heard, not is_named, -link.loss, -(link.round_trip_s or 0.0)
+        return link.received, not is_named, -link.loss, -(link.round_trip_s or 0.0)
 
     links = sorted(found.links.values(), key=badness)
     left_out = len(links) - _MOST_LINKS
@@ -131,8 +133,8 @@ def _matrix(found: Examination) -> Table:
     return table
 
 
-def _cell(link: Link) -> Text:
-    if not link.heard:
+def _cell(link: DirectedLink) -> Text:
+    if not link.received:
         return Text("no UDP" if link.tcp else "nothing", style=_STYLES[Level.PROBLEM])
     style = _STYLES[Level.PROBLEM] if link.loss >= LOSS_PROBLEM else ""
     text = Text(loss_text(link.loss), style=style)
@@ -143,8 +145,8 @@ def _cell(link: Link) -> Text:
     return text
 
 
-def _cells(link: Link, odd: Sequence[str]) -> list[str]:
-    if not link.heard:
+def _cells(link: DirectedLink, odd: Sequence[str]) -> list[str]:
+    if not link.received:
         return ["no UDP" if link.tcp else "nothing", *[""] * (6 + len(odd))]
     trips = [link.round_trip_s, link.slow_round_trip_s, link.jitter_s]
     cells = [
@@ -157,9 +159,9 @@ def _cells(link: Link, odd: Sequence[str]) -> list[str]:
     return cells + [str(_ODD[name](link) or "") for name in odd]
 
 
-def _rate(link: Link) -> str:
+def _rate(link: DirectedLink) -> str:
     # Where the sender was the slower part, the line carries at least that.
-    return ("" if link.limited else ">") + rate_text(link.line_bits).replace("bit/s", "b/s")
+    return ("" if link.limited else ">") + rate_text(link.bottleneck_bits).replace("bit/s", "b/s")
 
 
 def _show_advice(advice: Advice, console: Console) -> None:
@@ -175,7 +177,7 @@ def _show_advice(advice: Advice, console: Console) -> None:
     console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
 
 
-def _show_cost(cost: Cost, console: Console) -> None:
+def _show_cost(cost: PredictedCost, console: Console) -> None:
     console.print(Text(f"\n{cost.parameters / 1e6:g} M parameters on {cost.ranks} ranks: a prediction", style="bold"))
     at_least = "" if cost.rate_is_limit else "at least "
     lines = [
@@ -187,7 +189,7 @@ def _show_cost(cost: Cost, console: Console) -> None:
         "Computation comes on top, and overlaps. `stormtorch theory` has the formulas and what they assume.",
     ]
     for line in lines:
-        hang("  ", line, console)
+        hanging_indent("  ", line, console)
 
 
 def wide_console() -> Console:

@@ -11,43 +11,43 @@ from stormtorch.cli.terminal.screen import new_table
 from stormtorch.telemetry.text import size_text, time_text
 
 if TYPE_CHECKING:
-    from stormtorch.telemetry.postmortem import Finding, Operation
+    from stormtorch.telemetry.postmortem import GroupFailure, Operation
 
 # Collectives before and after the one in which ranks differ.
 _BEFORE, _AFTER = 2, 1
 _MOST_RANKS = 32
 
 
-def show_findings(findings: "Sequence[Finding]", console: Console) -> None:
+def show_failures(failures: "Sequence[GroupFailure]", console: Console) -> None:
     """Prints the sentence of each group, what its ranks did around that point, and the errors that they raised."""
-    for finding in findings:
-        console.print(finding.sentence, style="bold", markup=False, highlight=False)
+    for failure in failures:
+        console.print(failure.sentence, style="bold", markup=False, highlight=False)
         console.print()
-        console.print(operations_table(finding))
-        for flight in finding.flights[:_MOST_RANKS]:
+        console.print(operations_table(failure))
+        for flight in failure.flights[:_MOST_RANKS]:
             error = flight.error.removeprefix(f"rank {flight.rank}: ")
             console.print(f"rank {flight.rank}: {error}", style="dim", markup=False, highlight=False)
         console.print()
 
 
-def operations_table(finding: "Finding") -> Table:
+def operations_table(failure: "GroupFailure") -> Table:
     """What each rank did around the collective in which ranks differ; ranks that did the same share a row."""
     table = new_table(
-        f"group {escape(finding.group)}", "Times are those since the first of these operations began.", keys=2
+        f"group {escape(failure.group)}", "Times are those since the first of these operations began.", keys=2
     )
     table.add_column("collective", justify="right")
     table.add_column("ranks")
     for heading in ("operation", "dtype", "shapes", "bytes", "began", "state"):
         table.add_column(heading, no_wrap=heading != "shapes")
-    middle = finding.number or 1
+    middle = failure.number or 1
     shown = range(max(middle - _BEFORE, 1), middle + _AFTER + 1)
     began = min(
-        (each.started for flight in finding.flights for number, each in flight.collectives.items() if number in shown),
+        (each.started for flight in failure.flights for number, each in flight.collectives.items() if number in shown),
         default=0.0,
     )
     for number in shown:
         rows: dict[tuple[str, str, str, int, str], list[tuple[int, Operation]]] = {}
-        for flight in finding.flights:
+        for flight in failure.flights:
             done = flight.collectives.get(number)
             if done is not None:
                 key = (done.name, done.dtype, done.shapes, done.size_bytes, done.state)
@@ -64,11 +64,11 @@ def operations_table(finding: "Finding") -> Table:
                 size_text(first.size_bytes),
                 time_text(min(each.started for _, each in same) - began),
                 first.state,
-                style="bold" if number == finding.number and set(ranks) & set(finding.culprits) else None,
+                style="bold" if number == failure.number and set(ranks) & set(failure.culprits) else None,
             )
-        behind = [flight.rank for flight in finding.flights if number > flight.last]
+        behind = [flight.rank for flight in failure.flights if number > flight.last]
         if behind and rows:
             table.add_row(f"{number}", ", ".join(map(str, behind[:_MOST_RANKS])), "not begun", style="bold")
-    for rank in finding.silent:
+    for rank in failure.silent:
         table.add_row("-", f"{rank}", "no record", style="bold")
     return table

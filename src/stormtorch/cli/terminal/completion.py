@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 
-def offer(*choices: str) -> Callable[[str], list[str]]:
+def complete_choice(*choices: str) -> Callable[[str], list[str]]:
     """Completes one value out of several, each given by itself or as a list separated by commas."""
     known = _split(choices)
 
@@ -13,7 +13,7 @@ def offer(*choices: str) -> Callable[[str], list[str]]:
     return complete
 
 
-def offer_list(*choices: str) -> Callable[[str], list[str]]:
+def complete_choice_list(*choices: str) -> Callable[[str], list[str]]:
     """Completes the last of a list separated by commas, without those that it already has."""
     known = _split(choices)
 

@@ -66,7 +66,7 @@ def progress_bar(total: int, start: str, *, unit: str = "rounds") -> Iterator[Ad
 
 
 @contextlib.contextmanager
-def spoken_progress(start: str) -> Iterator[Advance]:
+def progress_status(start: str) -> Iterator[Advance]:
     """Says what is being done: by a spinner in a terminal, by a line for each step elsewhere, on the standard error."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
@@ -92,12 +92,12 @@ def _progress_lines(total: int, start: str, unit: str, console: Console) -> Iter
         left = f", about {passed_s * (total - done) / done:.0f} s left" if 0 < done < total else ""
         return f"{what}: {done} of {total} {unit} after {passed_s:.0f} s{left}"
 
-    with spoken(line, console):
+    with periodic_lines(line, console):
         yield advance
 
 
 @contextlib.contextmanager
-def spoken(line: Callable[[], str], console: Console) -> Iterator[None]:
+def periodic_lines(line: Callable[[], str], console: Console) -> Iterator[None]:
     """Prints a line every ten seconds while the block runs: pipes and logs of CI have no bars. An empty line is left
     out.
     """
@@ -117,7 +117,7 @@ def spoken(line: Callable[[], str], console: Console) -> Iterator[None]:
         speaker.join(1.0)
 
 
-def hang(head: str | tuple[str, str], text: str | tuple[str, str], console: Console) -> None:
+def hanging_indent(head: str | tuple[str, str], text: str | tuple[str, str], console: Console) -> None:
     """Prints prose whose lines all begin behind its head; where there is no terminal, on one line.
 
     Args:
@@ -149,7 +149,7 @@ def new_table(title: str, caption: str | Text | None = None, *, keys: int = 1, l
     return table
 
 
-class _Need(NamedTuple):
+class _ColumnWidth(NamedTuple):
     """Width that a column needs."""
 
     least: int
@@ -166,49 +166,51 @@ class FittingTable(Table):
     keys = 1
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = options.max_width
+        available_width = options.max_width
         needs = [self._need(column, console, options.update(width=_WIDE)) for column in self.columns]
         if self.title:
-            yield _annotation(self.title, "table.title", room)
-        for chosen, gap in self._parts(needs, room):
-            part = self._part(chosen, gap, self._widths(chosen, gap, needs, room))
+            yield _annotation(self.title, "table.title", available_width)
+        for chosen, gap in self._parts(needs, available_width):
+            part = self._part(chosen, gap, self._widths(chosen, gap, needs, available_width))
             yield from super(FittingTable, part).__rich_console__(console, options)
         if self.caption:
-            yield _annotation(self.caption, "table.caption", room)
+            yield _annotation(self.caption, "table.caption", available_width)
 
-    def _need(self, column: Column, console: Console, wide: ConsoleOptions) -> _Need:
+    def _need(self, column: Column, console: Console, wide: ConsoleOptions) -> _ColumnWidth:
         cells = [Measurement.get(console, wide, cell) for cell in column.cells] or [Measurement(1, 1)]
         heading = Measurement.get(console, wide, column.header if self.show_header else "")
         longest = max(each.maximum for each in cells)
         least = longest if column.no_wrap else max(min(longest, _PROSE), *(each.minimum for each in cells))
         least, longest = (min(max(each, column.min_width or 1), column.max_width or each) for each in (least, longest))
-        return _Need(max(least, heading.maximum), max(least, heading.minimum), max(longest, heading.maximum))
+        return _ColumnWidth(max(least, heading.maximum), max(least, heading.minimum), max(longest, heading.maximum))
 
-    def _parts(self, needs: Sequence[_Need], room: int) -> Iterator[tuple[list[int], int]]:
+    def _parts(self, needs: Sequence[_ColumnWidth], available_width: int) -> Iterator[tuple[list[int], int]]:
         """The columns that stand beside each other, and the gap between them."""
         every = list(range(len(needs)))
         for gap in (_GAP, 1):
-            if self._least(every, gap, needs) <= room:
+            if self._least(every, gap, needs) <= available_width:
                 yield every, gap
                 return
         shown = every[: self.keys]
         for index in every[self.keys :]:
-            if len(shown) > self.keys and self._least([*shown, index], 1, needs) > room:
+            if len(shown) > self.keys and self._least([*shown, index], 1, needs) > available_width:
                 yield shown, 1
                 shown = shown[: self.keys]
             shown.append(index)
         yield shown, 1
 
-    def _least(self, chosen: Sequence[int], gap: int, needs: Sequence[_Need]) -> int:
+    def _least(self, chosen: Sequence[int], gap: int, needs: Sequence[_ColumnWidth]) -> int:
         widths = sum(needs[index].broken if gap < _GAP else needs[index].least for index in chosen)
         return widths + self._between(chosen, gap)
 
     def _between(self, chosen: Sequence[int], gap: int) -> int:
         return gap * (len(chosen) - 1) + 2 * (self.box is not None)
 
-    def _widths(self, chosen: Sequence[int], gap: int, needs: Sequence[_Need], room: int) -> dict[int, int]:
+    def _widths(
+        self, chosen: Sequence[int], gap: int, needs: Sequence[_ColumnWidth], available_width: int
+    ) -> dict[int, int]:
         widths = {index: needs[index].broken if gap < _GAP else needs[index].least for index in chosen}
-        spare = room - sum(widths.values()) - self._between(chosen, gap)
+        spare = available_width - sum(widths.values()) - self._between(chosen, gap)
         for index in sorted(chosen, key=lambda index: needs[index].best - widths[index]):
             more = needs[index].best - widths[index]
             if more > spare:  # of use to prose only
@@ -231,9 +233,9 @@ class FittingTable(Table):
         return part
 
 
-def _annotation(text: TextType, style: str, room: int) -> RenderableType:
+def _annotation(text: TextType, style: str, available_width: int) -> RenderableType:
     whole = Text.from_markup(text, style=style) if isinstance(text, str) else text
-    return Constrain(whole, min(room, _PAGE))
+    return Constrain(whole, min(available_width, _PAGE))
 
 
 class Fitting:

@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import TypeVar
 
 from stormtorch.errors import Closed
-from stormtorch.exchange.exchange import Arrival, Exchange, Plan, Transport
+from stormtorch.exchange.exchange import Exchange, ExchangeResult, Plan, Transport
 from stormtorch.reliability import Priority
 
 T = TypeVar("T")
 
-Steps = Generator[Plan, Arrival, None]
+Steps = Generator[Plan, ExchangeResult, None]
 """Collective as a generator: it yields the plan of an exchange and receives the arrival of that exchange."""
 
 
@@ -31,12 +31,12 @@ class Pending:
         self.exchanges = exchanges
         self._group = group
         self._steps = steps
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[ExchangeResult] = []
         self._exchange: Exchange | None = None
         self._error: Exception | None = None
         self._advance(None)
 
-    def wait(self, timeout_s: float | None = None) -> list[Arrival]:
+    def wait(self, timeout_s: float | None = None) -> list[ExchangeResult]:
         """Blocks until the collective has ended and returns the arrival of each of its exchanges."""
         if self._error is not None:
             raise self._error
@@ -86,7 +86,7 @@ class Pending:
                 self._error = error
             raise
 
-    def _advance(self, arrival: Arrival | None) -> None:
+    def _advance(self, arrival: ExchangeResult | None) -> None:
         self._exchange = None
         try:
             plan = next(self._steps) if arrival is None else self._steps.send(arrival)
@@ -137,9 +137,9 @@ class Group:
         self.rank = self.ranks.index(transport.rank)
         self.size = len(self.ranks)
         self._channel: tuple[object, ...] = (name, *self.ranks)
-        self._taken: tuple[int, range] | None = None
+        self._reserved: tuple[int, range] | None = None
 
-    def turned(self, order: Sequence[int]) -> "Group":
+    def reordered(self, order: Sequence[int]) -> "Group":
         """Returns a group of the same ranks in another order, on the same channel. The order decides who owns what."""
         ranks = [self.ranks[position] for position in order]
         other = Group(
@@ -153,13 +153,13 @@ class Group:
         other._channel = self._channel
         return other
 
-    def along(self, name: str) -> "Group":
+    def on_channel(self, name: str) -> "Group":
         """Returns the same ranks on the channel of a name alone, which goes on when others have taken ranks' places."""
         other = copy.copy(self)
         other._channel = (name,)
         return other
 
-    def part(self, positions: Sequence[int], name: str) -> "Group":
+    def subgroup(self, positions: Sequence[int], name: str) -> "Group":
         """Returns a group of some of the ranks, in the same view."""
         ranks = [self.ranks[position] for position in positions]
         name = f"{self.name}/{name}"
@@ -178,15 +178,15 @@ class Group:
 
     def reserve(self, count: int = 1) -> tuple[int, int]:
         """Reserves `count` sequence numbers; returns the group's channel and the first number."""
-        if self._taken is None:
+        if self._reserved is None:
             return self.transport.channels.take(self._channel, count)
-        channel, left = self._taken
+        channel, left = self._reserved
         if count > len(left):
             raise RuntimeError(f"group {self.name}: {len(left)} sequence numbers were taken ahead, {count} are needed")
-        self._taken = channel, left[count:]
+        self._reserved = channel, left[count:]
         return channel, left[0]
 
-    def ahead(self, count: int) -> "Group":
+    def reserve_ahead(self, count: int) -> "Group":
         """Takes `count` sequence numbers now, for collectives that begin later.
 
         Returns a group of the same ranks that hands them out. Ranks may begin these collectives before or after others
@@ -194,11 +194,11 @@ class Group:
         """
         channel, first = self.reserve(count)
         other = copy.copy(self)
-        other._taken = channel, range(first, first + count)
+        other._reserved = channel, range(first, first + count)
         return other
 
     @cached_property
-    def islands(self) -> "Islands | None":
+    def node_layout(self) -> "NodeLayout | None":
         """Layout of the ranks over machines, if several machines have the same number of ranks, two or more.
 
         None for any other layout, and for a group with a view, whose exchanges go on without ranks that are gone: a
@@ -207,7 +207,7 @@ class Group:
         """
         return None if self.view or self.interrupted is not None else self.by_machine(self.transport.machine_of)
 
-    def by_machine(self, machine_of: Callable[[int], str]) -> "Islands | None":
+    def by_machine(self, machine_of: Callable[[int], str]) -> "NodeLayout | None":
         """Returns the layout of the ranks over machines, if several machines have equally many ranks, two or more.
 
         Args:
@@ -221,18 +221,18 @@ class Group:
         even = all(len(positions) == each for positions in by_machine.values())
         if "" in by_machine or not even or each == 1 or len(by_machine) == 1:
             return None
-        return Islands.of(self, tuple(tuple(positions) for positions in by_machine.values()))
+        return NodeLayout.of(self, tuple(tuple(positions) for positions in by_machine.values()))
 
-    def begun_elsewhere(self) -> list[tuple[int, bytes]]:
+    def posted_by_peers(self) -> list[tuple[int, bytes]]:
         """Lists ranks that have started the next exchange before this rank, each with the first chunk that it sent."""
         firsts = self.transport.peek(*self.transport.channels.peek(self._channel))
         return [(self.ranks.index(rank), payload) for rank, payload in firsts if rank in self.ranks]
 
-    def reserve_pair(self, source: int, target: int, tag: int) -> tuple[int, int]:
+    def reserve_point_to_point(self, source: int, target: int, tag: int) -> tuple[int, int]:
         """Reserves a sequence number for a message from one rank to another; returns its channel and the number."""
         return self.transport.channels.take((*self._channel, "pair", source, target, tag))
 
-    def present(self, placed: list[T], arrival: Arrival) -> list[T]:
+    def complete_only(self, placed: list[T], arrival: ExchangeResult) -> list[T]:
         """Keeps, of one item per rank, those of ranks whose messages have arrived whole, and this rank's own.
 
         In a group without a view that is all of them.
@@ -250,7 +250,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Islands:
+class NodeLayout:
     """Ranks of a group by machine, the same number on each machine. Ranks are positions in the group."""
 
     machines: tuple[tuple[int, ...], ...]
@@ -261,14 +261,14 @@ class Islands:
     """Ranks that have the same place on their machines as this rank, one of each machine."""
 
     @classmethod
-    def of(cls, group: Group, machines: tuple[tuple[int, ...], ...]) -> "Islands":
+    def of(cls, group: Group, machines: tuple[tuple[int, ...], ...]) -> "NodeLayout":
         """Makes the groups of this rank."""
         mine = next(ranks for ranks in machines if group.rank in ranks)
         peers = [ranks[mine.index(group.rank)] for ranks in machines]
         return cls(
             machines=machines,
-            inside=group.part(mine, "inside"),
-            between=group.part(peers, "between"),
+            inside=group.subgroup(mine, "inside"),
+            between=group.subgroup(peers, "between"),
         )
 
     @property

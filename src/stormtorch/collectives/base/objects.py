@@ -11,7 +11,7 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives.base.group import Group, Pending
 from stormtorch.errors import Interrupted, StormError
-from stormtorch.exchange.exchange import Arrival
+from stormtorch.exchange.exchange import ExchangeResult
 
 # Bytes come from peers: no shard's state is larger than this.
 _MOST_BYTES = 1 << 40
@@ -71,7 +71,7 @@ def _all(group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.T
     complete(collectives.all_to_all(group, outputs, inputs), group)
 
 
-def complete(pending: Pending, group: Group) -> list[Arrival]:
+def complete(pending: Pending, group: Group) -> list[ExchangeResult]:
     """Waits for a collective, and returns the arrivals of its exchanges if nothing is missing.
 
     Raises:

@@ -120,7 +120,7 @@ class SparseWire:
         code, message = self.code, self.room(tensor.numel())
         if not tensor.numel():
             return message
-        places, codes, levels = code.quantise(self._cut(tensor.float()))
+        places, codes, levels = code.quantise(self._split(tensor.float()))
         parts = [_packed(places.short(), _INDEX_BITS)]
         if code.bits == 2:
             parts = [levels.view(torch.uint8), *parts, _packed(codes.short(), 2)]
@@ -155,14 +155,14 @@ class SparseWire:
 
     def rounded(self, tensor: torch.Tensor, _seed: int = 0) -> torch.Tensor:
         """Returns a tensor as receivers see it."""
-        return self.code.rounded(self._cut(tensor.float())).view(-1)[: tensor.numel()]
+        return self.code.rounded(self._split(tensor.float())).view(-1)[: tensor.numel()]
 
     def place(self, message: torch.Tensor, target: torch.Tensor, arrived_C: torch.Tensor) -> None:
         """Copies the chunks of a message that arrived into `target`; lost ones keep their old values. C chunks."""
         arrived = arrived_C.repeat_interleave(self.per_chunk)[: target.numel()]
         target.copy_(torch.where(arrived, self.decode(message, target.numel()).to(target.dtype), target))
 
-    def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _split(self, tensor: torch.Tensor) -> torch.Tensor:
         """Cuts a vector into blocks (B, of), the last of them filled up with what is chosen last."""
         missing = -tensor.numel() % self.code.of
         empty = torch.nan if self.code.bits == 16 else 0.0

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from stormtorch.doctor.diagnosis import Finding, Level
+from stormtorch.doctor.diagnosis import Diagnosis, Level
 from stormtorch.telemetry.text import loss_text, rate_text
 
 _ROUTES, _COUNTERS = Path("/proc/net/route"), Path("/proc/net/dev")
@@ -27,7 +27,7 @@ _SLOW_BITS = 100e6
 _MOST_LISTED = 8
 
 
-def check_interfaces() -> Iterator[Finding]:
+def check_interfaces() -> Iterator[Diagnosis]:
     """A finding for each interface that is up, and one if none leads out."""
     default = default_interface()
     names = [name for _, name in socket.if_nameindex() if name != "lo" and _runs(name)]
@@ -36,9 +36,9 @@ def check_interfaces() -> Iterator[Finding]:
     for name in names[:_MOST_LISTED]:
         yield _check_interface(name, name == default)
     if len(names) > _MOST_LISTED:
-        yield Finding(subject="interfaces", level=Level.OK, text=f"{len(names) - _MOST_LISTED} more are up")
+        yield Diagnosis(subject="interfaces", level=Level.OK, text=f"{len(names) - _MOST_LISTED} more are up")
     if default is None:
-        yield Finding(
+        yield Diagnosis(
             subject="default route",
             level=Level.NOTE,
             text="there is none: name the interface by STORM_SOCKET_IFNAME or Options(interface=...)",
@@ -56,7 +56,7 @@ def default_interface() -> str | None:
     return None
 
 
-def _check_interface(name: str, default: bool) -> Finding:
+def _check_interface(name: str, default: bool) -> Diagnosis:
     words = ["default"] if default else []
     mtu = _mtu(name)
     words.append(f"MTU {mtu}")
@@ -70,29 +70,29 @@ def _check_interface(name: str, default: bool) -> Finding:
         words.append(f"{lost:,} packets dropped or damaged of {passed:,}")
     subject, text = f"interface {name}", ", ".join(words)
     if duplex == "half":
-        return Finding(
+        return Diagnosis(
             subject=subject,
             level=Level.PROBLEM,
             text=f"{text}: sending and receiving collide",
             remedy=f"ethtool -s {name} autoneg on; look at cable and switch port",
         )
     if lost > max(_MANY_DROPS * passed, _FEW_DROPS):
-        return Finding(
+        return Diagnosis(
             subject=subject,
             level=Level.NOTE,
             text=f"{text}, which is {loss_text(lost / max(passed, 1))}",
             remedy=f"ethtool -S {name} | grep -i -E 'drop|err|miss'; a larger ring may help: ethtool -G {name} rx 4096",
         )
     if 0 < mtu < 1280:
-        return Finding(subject=subject, level=Level.NOTE, text=f"{text}: the MTU is small", remedy="Is it a tunnel?")
+        return Diagnosis(subject=subject, level=Level.NOTE, text=f"{text}: the MTU is small", remedy="Is it a tunnel?")
     if default and 0.0 < bits < _SLOW_BITS:
-        return Finding(
+        return Diagnosis(
             subject=subject,
             level=Level.NOTE,
             text=f"{text}: a slow line",
             remedy=f"ethtool {name}; look at cable and switch port",
         )
-    return Finding(subject=subject, level=Level.OK, text=text)
+    return Diagnosis(subject=subject, level=Level.OK, text=text)
 
 
 def _drops(name: str) -> tuple[int, int]:
@@ -108,12 +108,12 @@ def _drops(name: str) -> tuple[int, int]:
 
 
 def _runs(name: str) -> bool:
-    (flags,) = struct.unpack_from("=H", _ask(name, _GET_FLAGS), 16)
+    (flags,) = struct.unpack_from("=H", _ioctl(name, _GET_FLAGS), 16)
     return bool(flags & _UP and flags & _RUNNING)
 
 
 def _mtu(name: str) -> int:
-    return int(struct.unpack_from("=i", _ask(name, _GET_MTU), 16)[0])
+    return int(struct.unpack_from("=i", _ioctl(name, _GET_MTU), 16)[0])
 
 
 def _negotiated(name: str) -> tuple[float, str]:
@@ -132,7 +132,7 @@ def _negotiated(name: str) -> tuple[float, str]:
     return (0.0, "") if mbits in _UNKNOWN_MBITS else (mbits * 1e6, duplex)
 
 
-def _ask(name: str, what: int) -> bytes:
+def _ioctl(name: str, what: int) -> bytes:
     """Answer to an ioctl about an interface; zeros if there is none."""
     request = struct.pack("16s24x", name.encode()[:15])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from stormtorch.doctor.diagnosis import Finding, Level
+from stormtorch.doctor.diagnosis import Diagnosis, Level
 from stormtorch.doctor.host.interfaces import check_interfaces
-from stormtorch.doctor.sockets import ASKED_BUFFER_BYTES, UDP_GRO, UDP_SEGMENT, granted, set_buffers
+from stormtorch.doctor.sockets import REQUESTED_BUFFER_BYTES, UDP_GRO, UDP_SEGMENT, granted, set_buffers
 from stormtorch.doctor.verdict import LEAST_BUFFER_BYTES
 from stormtorch.doctor.worker import cuda_version, versions
 from stormtorch.telemetry.text import size_text
@@ -26,9 +26,9 @@ _TIME_ERROR = 5  # of adjtimex: the clock is not synchronised
 _SEGMENT_BYTES, _SEGMENTS = 1000, 8
 
 
-def examine_machine() -> list[Finding]:
+def examine_machine() -> list[Diagnosis]:
     """All checks, in the order in which one would look."""
-    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+    checks: tuple[Callable[[], Iterator[Diagnosis]], ...] = (
         _check_kernel,
         _check_buffers,
         _check_drops,
@@ -41,27 +41,27 @@ def examine_machine() -> list[Finding]:
         _check_versions,
         *(entry.load() for entry in entry_points(group="stormtorch.doctor")),
     )
-    return [finding for check in checks for finding in check()]
+    return [diagnosis for check in checks for diagnosis in check()]
 
 
-def _check_kernel() -> Iterator[Finding]:
+def _check_kernel() -> Iterator[Diagnosis]:
     release = platform.release()
     digits = release.replace("-", ".").split(".")
     with contextlib.suppress(ValueError, IndexError):
         if (int(digits[0]), int(digits[1])) < _OLDEST_KERNEL:
-            yield Finding(
+            yield Diagnosis(
                 subject="kernel",
                 level=Level.NOTE,
                 text=f"Linux {release} is older than 5.0 and sends datagrams one by one.",
                 remedy="A newer kernel needs less processor time for each byte.",
             )
             return
-    yield Finding(subject="kernel", level=Level.OK, text=f"Linux {release}, {platform.machine()}")
+    yield Diagnosis(subject="kernel", level=Level.OK, text=f"Linux {release}, {platform.machine()}")
 
 
-def _check_buffers() -> Iterator[Finding]:
+def _check_buffers() -> Iterator[Diagnosis]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
-        set_buffers(trial, ASKED_BUFFER_BYTES, ASKED_BUFFER_BYTES)
+        set_buffers(trial, REQUESTED_BUFFER_BYTES, REQUESTED_BUFFER_BYTES)
         buffers = granted(trial)
     for subject, name, got in (
         ("receive buffer", "rmem_max", buffers.receive),
@@ -69,46 +69,48 @@ def _check_buffers() -> Iterator[Finding]:
     ):
         limit = _number(f"/proc/sys/net/core/{name}")
         limits = "" if limit is None else f" (net.core.{name} is {limit:,})"
-        if got >= ASKED_BUFFER_BYTES:
-            passed = limit is not None and limit < ASKED_BUFFER_BYTES
+        if got >= REQUESTED_BUFFER_BYTES:
+            passed = limit is not None and limit < REQUESTED_BUFFER_BYTES
             why = f"; this user may pass net.core.{name}, which is {limit:,}" if passed else limits
-            yield Finding(subject=subject, level=Level.OK, text=f"{size_text(got)}, all that the engine asks for{why}")
+            yield Diagnosis(
+                subject=subject, level=Level.OK, text=f"{size_text(got)}, all that the engine asks for{why}"
+            )
             continue
         # The engine sends without a large buffer; only the one that receives must hold what peers send at once.
         tiny = name == "rmem_max" and got < LEAST_BUFFER_BYTES
-        yield Finding(
+        yield Diagnosis(
             subject=subject,
             level=Level.PROBLEM if tiny else Level.NOTE,
-            text=f"{size_text(got)}, where the engine asks for {size_text(ASKED_BUFFER_BYTES)}{limits}"
+            text=f"{size_text(got)}, where the engine asks for {size_text(REQUESTED_BUFFER_BYTES)}{limits}"
             + (": peers that send at once overflow it" if name == "rmem_max" else ""),
-            remedy=f"sysctl -w net.core.{name}={ASKED_BUFFER_BYTES}",
+            remedy=f"sysctl -w net.core.{name}={REQUESTED_BUFFER_BYTES}",
         )
 
 
-def _check_drops() -> Iterator[Finding]:
+def _check_drops() -> Iterator[Diagnosis]:
     counters = _udp_counters()
     errors, received = counters.get("RcvbufErrors", 0), counters.get("InDatagrams", 0)
     if errors > 0.001 * max(received, 1) and errors > 100:
-        yield Finding(
+        yield Diagnosis(
             subject="overflow",
             level=Level.NOTE,
             text=f"{errors:,} datagrams of any program met a full buffer since the start, {received:,} arrived",
-            remedy=f"sysctl -w net.core.rmem_max={ASKED_BUFFER_BYTES}",
+            remedy=f"sysctl -w net.core.rmem_max={REQUESTED_BUFFER_BYTES}",
         )
     else:
-        yield Finding(
+        yield Diagnosis(
             subject="overflow",
             level=Level.OK,
             text=f"{errors:,} datagrams dropped since the start, {received:,} arrived",
         )
 
 
-def _check_offloads() -> Iterator[Finding]:
+def _check_offloads() -> Iterator[Diagnosis]:
     for subject, saves, works in (
         ("UDP GSO", "sending", _gso_works()),
         ("UDP GRO", "receiving", _gro_works()),
     ):
-        yield Finding(
+        yield Diagnosis(
             subject=subject,
             level=Level.OK if works else Level.NOTE,
             text="works (tried on loopback)" if works else f"does not work: {saves} takes a system call per datagram",
@@ -143,12 +145,12 @@ def _bundle(*, coalesce: bool) -> list[int]:
     return sizes
 
 
-def _check_clock() -> Iterator[Finding]:
+def _check_clock() -> Iterator[Diagnosis]:
     state = -1
     with contextlib.suppress(OSError, AttributeError):
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
     if state == _TIME_ERROR:
-        yield Finding(
+        yield Diagnosis(
             subject="clock",
             level=Level.NOTE,
             text="is not synchronised: times in logs of several machines will not fit together",
@@ -156,15 +158,15 @@ def _check_clock() -> Iterator[Finding]:
         )
     else:
         known = "synchronised" if state >= 0 else "the kernel does not tell whether it is synchronised"
-        yield Finding(subject="clock", level=Level.OK, text=known)
+        yield Diagnosis(subject="clock", level=Level.OK, text=known)
 
 
-def _check_cores() -> Iterator[Finding]:
+def _check_cores() -> Iterator[Diagnosis]:
     usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota = _cpu_quota()
     text = f"{usable} usable" + (f" of {all_cores}" if usable != all_cores else "")
     if quota is not None and quota < usable:
-        yield Finding(
+        yield Diagnosis(
             subject="cores",
             level=Level.PROBLEM if quota < 1 else Level.NOTE,
             text=f"{text}, but the cgroup allows the time of {quota:.2g}: a process that has used it up pauses, and "
@@ -172,14 +174,14 @@ def _check_cores() -> Iterator[Finding]:
             remedy="Raise the container's limit (docker --cpus, Kubernetes resources.limits.cpu), or remove it.",
         )
     elif usable < 2:
-        yield Finding(
+        yield Diagnosis(
             subject="cores",
             level=Level.NOTE,
             text=f"{text}: the engine's thread and the training share it",
             remedy="Give the process two cores or more.",
         )
     else:
-        yield Finding(subject="cores", level=Level.OK, text=f"{text}, no limit by a cgroup")
+        yield Diagnosis(subject="cores", level=Level.OK, text=f"{text}, no limit by a cgroup")
 
 
 def _cpu_quota() -> float | None:
@@ -208,7 +210,7 @@ def _cgroup_folders() -> list[Path]:
     return [root]
 
 
-def _check_memory() -> Iterator[Finding]:
+def _check_memory() -> Iterator[Diagnosis]:
     free = _meminfo("MemAvailable")
     total = _meminfo("MemTotal")
     limit = None
@@ -219,7 +221,7 @@ def _check_memory() -> Iterator[Finding]:
     if limit is not None and limit < total:
         text += f", at most {size_text(limit)} by a cgroup"
     low = min(free, limit or free) < _LEAST_MEMORY
-    yield Finding(
+    yield Diagnosis(
         subject="memory",
         level=Level.NOTE if low else Level.OK,
         text=text,
@@ -227,12 +229,12 @@ def _check_memory() -> Iterator[Finding]:
     )
 
 
-def _check_locked_memory() -> Iterator[Finding]:
+def _check_locked_memory() -> Iterator[Diagnosis]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        yield Finding(subject="locked memory", level=Level.OK, text="no limit")
+        yield Diagnosis(subject="locked memory", level=Level.OK, text="no limit")
         return
-    yield Finding(
+    yield Diagnosis(
         subject="locked memory",
         level=Level.OK if cuda_version() is None else Level.NOTE,
         text=f"at most {size_text(soft)}" + ("" if cuda_version() is None else ", which pinned memory may exceed"),
@@ -240,20 +242,20 @@ def _check_locked_memory() -> Iterator[Finding]:
     )
 
 
-def _check_versions() -> Iterator[Finding]:
+def _check_versions() -> Iterator[Diagnosis]:
     found = versions()
     cuda = cuda_version()
     text = f"stormtorch {found['stormtorch']}, torch {found['torch']}, Python {found['python']}"
     text += f", CUDA {cuda}" if cuda else ", torch without CUDA"
     if found["torch"] == "none":
-        yield Finding(
+        yield Diagnosis(
             subject="versions",
             level=Level.PROBLEM,
             text=f"torch is missing ({text})",
             remedy="pip install 'torch>=2.11,<2.14'",
         )
     else:
-        yield Finding(subject="versions", level=Level.OK, text=text)
+        yield Diagnosis(subject="versions", level=Level.OK, text=text)
 
 
 def _udp_counters() -> dict[str, int]:

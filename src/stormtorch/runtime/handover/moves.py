@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from stormtorch.runtime.handover.standby import standby_of
-from stormtorch.runtime.memory.layout import PARTS, Layout
+from stormtorch.runtime.memory.layout import SHARE_UNITS, Layout
 
 
-class Source(IntEnum):
+class MoveSource(IntEnum):
     """What a rank gives of a range: what it holds as its owner or its standby, or its mere copy of the parameters."""
 
     OWNER = 0
@@ -19,18 +19,18 @@ class Source(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Partition:
     """How a view divides the parameters among its members."""
 
     members: tuple[int, ...]
     layouts: Sequence[Layout]
     standbys: int
     parts: tuple[int, ...] | None = None
-    """Share of each member, in parts of `layout.PARTS`; None is equal ones."""
+    """Share of each member, in parts of `layout.SHARE_UNITS`; None is equal ones."""
 
     def share(self, place: int) -> float:
         """Returns the fraction of the parameters that a member owns."""
-        return 1.0 / len(self.members) if self.parts is None else self.parts[place] / PARTS
+        return 1.0 / len(self.members) if self.parts is None else self.parts[place] / SHARE_UNITS
 
     def standby(self, shard: int) -> int | None:
         """Returns the rank that follows the owner of a shard, if there is one."""
@@ -45,17 +45,17 @@ class Move:
     bucket: int
     first: int
     count: int
-    giver: int
-    source: Source
+    sender: int
+    source: MoveSource
     shard: int
     """Number of the shard before the change."""
-    taker: int
-    stands_by: bool
+    receiver: int
+    as_standby: bool
     """Whether the taker gets it as a standby, not as the owner."""
 
 
 def plan_moves(
-    before: Cut, after: Cut, there: Collection[int], equal: Collection[int], freshest: Mapping[int, int]
+    before: Partition, after: Partition, holders: Collection[int], equal: Collection[int], freshest: Mapping[int, int]
 ) -> list[Move]:
     """Plans all moves from one view to another.
 
@@ -66,7 +66,7 @@ def plan_moves(
     Args:
         before: The division that the ranks come from.
         after: The division that they go to.
-        there: Ranks that still hold what they had before.
+        holders: Ranks that still hold what they had before.
         equal: Shards before the change whose standby has the same values and state as their owner.
         freshest: Rank with the freshest copy of each shard that has neither owner nor standby any more.
     """
@@ -81,30 +81,32 @@ def plan_moves(
                 begin, end = max(first, old_first), min(first + count, old_first + old_count)
                 if begin >= end:
                     continue
-                for taker, stands_by in takers:
-                    giver, source = _giver(before, old_shard, taker, there, equal, freshest)
-                    moves.append(Move(bucket, begin, end - begin, giver, source, old_shard, taker, stands_by))
+                for receiver, as_standby in takers:
+                    sender, source = _sender_of(before, old_shard, receiver, holders, equal, freshest)
+                    moves.append(Move(bucket, begin, end - begin, sender, source, old_shard, receiver, as_standby))
     return moves
 
 
-def _giver(
-    before: Cut,
+def _sender_of(
+    before: Partition,
     shard: int,
-    taker: int,
-    there: Collection[int],
+    receiver: int,
+    holders: Collection[int],
     equal: Collection[int],
     freshest: Mapping[int, int],
-) -> tuple[int, Source]:
+) -> tuple[int, MoveSource]:
     owner, standby = before.members[shard], before.standby(shard)
-    if owner in there and not (taker == standby and shard in equal):
-        return owner, Source.OWNER
-    if standby is not None and standby in there:
-        return standby, Source.STANDBY
-    return freshest[shard], Source.COPY
+    if owner in holders and not (receiver == standby and shard in equal):
+        return owner, MoveSource.OWNER
+    if standby is not None and standby in holders:
+        return standby, MoveSource.STANDBY
+    return freshest[shard], MoveSource.COPY
 
 
-def orphans(before: Cut, there: Collection[int]) -> list[int]:
+def orphans(before: Partition, holders: Collection[int]) -> list[int]:
     """Returns the shards whose owner and standby are both gone."""
     return [
-        shard for shard, owner in enumerate(before.members) if owner not in there and before.standby(shard) not in there
+        shard
+        for shard, owner in enumerate(before.members)
+        if owner not in holders and before.standby(shard) not in holders
     ]

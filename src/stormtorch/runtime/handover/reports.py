@@ -22,8 +22,8 @@ _STEPS = 1 << 20
 class ShardReport(NamedTuple):
     """What a rank reports of the shard that it owns, so that a standby may repeat its steps."""
 
-    refill: int = 0
-    """What owners must send their standbys beside gradients, as the sender sees it: a `standby.Refill`."""
+    resync: int = 0
+    """What owners must send their standbys beside gradients, as the sender sees it: a `standby.Resync`."""
     seed: int = 0
     """Seed of the random numbers that the sender's optimizer draws in this step."""
     values: int = 0
@@ -66,7 +66,7 @@ class Report:
     """Fraction of its buckets of which the sender gives gradients in this step; less than 1 if it is late."""
     took_s: float = 0.0
     """Seconds that the sender needed for its last gradients, from having parameters on, or needs so far if longer."""
-    unaided: float = -1.0
+    lost_before_parity: float = -1.0
     """Fraction of the receiver's last chunks that were lost before parity brought any back, of stages that send nothing
     again; negative if there were none."""
     scale: Scale = UNKNOWN
@@ -129,9 +129,9 @@ class Reports:
         )
 
     def _write(self, report: Report, message: "_Message") -> None:
-        flags = float(report.not_finite + 2 * report.alarm + 4 * report.shard.refill)
+        flags = float(report.not_finite + 2 * report.alarm + 4 * report.shard.resync)
         numbers = [self._step, flags, report.broadcast_missing, report.gradients_missing, report.update_variance]
-        numbers += [report.settings, *report.speed, report.given, report.took_s, report.unaided]
+        numbers += [report.settings, *report.speed, report.given, report.took_s, report.lost_before_parity]
         numbers += [*report.shard[1:], *report.scale]
         message.header[:] = numbers
         message.samples[:] = report.samples_S.numpy()

@@ -5,7 +5,7 @@ on the same values, one step later: the gradient travels while parameters and th
 1/(2(n-1)) more traffic at n ranks, the memory of one more shard, and the time of its optimizer.
 
 What a program changes besides, as by clamping weights or clearing the optimizer's state, the owner sends too
-(`Refill`). From time to time a standby compares its shard with the owner's, by fingerprints, and asks for all of it
+(`Resync`). From time to time a standby compares its shard with the owner's, by fingerprints, and asks for all of it
 where they differ.
 """
 
@@ -25,20 +25,20 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.collectives.base import objects
 from stormtorch.runtime.handover.reports import ShardReport
-from stormtorch.runtime.members.auxiliary_state import Beside, Path
+from stormtorch.runtime.members.auxiliary_state import AuxiliaryState, Path
 from stormtorch.runtime.memory import fingerprints
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.layout import Piece
 from stormtorch.runtime.memory.randomness import Randomness
-from stormtorch.runtime.memory.shard_state import Holding, Record, State, build
+from stormtorch.runtime.memory.shard_state import ShardRecord, ShardState, State, build
 from stormtorch.runtime.memory.sharded_optimizer import MASTER
-from stormtorch.staging.launch_queue import Order
+from stormtorch.staging.launch_queue import LaunchQueue
 
 _MOST_STEPS = 16
 """Most steps from one comparison with the owner to the next."""
 
 
-class Refill(IntEnum):
+class Resync(IntEnum):
     """What owners send their standbys beside gradients, as a program has changed it or a standby lacks it."""
 
     NOTHING = 0
@@ -74,30 +74,30 @@ class Standby:
         optimizer: torch.optim.Optimizer,
         groups: Sequence[Sequence[int]],
         buckets: Sequence[Bucket],
-        holding: Holding,
+        shard_state: ShardState,
         *,
         whole: bool,
         shapes: Sequence[torch.Size],
         channel: Group,
-        order: Order,
+        order: LaunchQueue,
     ) -> None:
         self._optimizer = optimizer
         self._buckets = buckets
         self._channel = channel
         self._order = order
         self._whole = whole
-        self._layouts, self._masters = holding.layouts, holding.masters
-        self.shard = holding.shard
+        self._layouts, self._masters = shard_state.layouts, shard_state.masters
+        self.shard = shard_state.shard
         """Number of the shard that this rank follows."""
-        self._grads = [torch.zeros_like(each) for each in holding.masters]
-        spans = [layout.spans[self.shard] for layout in holding.layouts]
-        self._places = [bucket.places(*span) for bucket, span in zip(buckets, spans, strict=True)]
+        self._grads = [torch.zeros_like(each) for each in shard_state.masters]
+        spans = [layout.spans[self.shard] for layout in shard_state.layouts]
+        self._kept_indices = [bucket.kept_indices(*span) for bucket, span in zip(buckets, spans, strict=True)]
         """Places in the shard of what travels, by bucket; None where all of it does."""
-        self._rooms = [
-            _room(each, places) if each.is_cuda or places is not None else each
-            for each, places in zip(self._grads, self._places, strict=True)
+        self._receive_buffers = [
+            _new_buffer(each, kept_indices) if each.is_cuda or kept_indices is not None else each
+            for each, kept_indices in zip(self._grads, self._kept_indices, strict=True)
         ]
-        self._gone = [
+        self._pruned = [
             None if bucket.kept is None else ~bucket.kept.narrow(0, *span)
             for bucket, span in zip(buckets, spans, strict=True)
         ]
@@ -112,27 +112,27 @@ class Standby:
         # Some optimizers keep numbers of their own beside the state of parameters.
         kept: dict[Any, Any] = dict(optimizer.state)
         self._state.update({key: _copied(value) for key, value in kept.items() if not isinstance(key, torch.Tensor)})
-        self._beside = Beside(optimizer, ())
+        self._auxiliary_state = AuxiliaryState(optimizer, ())
         by_parameter: dict[int, list[nn.Parameter]] = {}
-        for bucket, layout in enumerate(holding.layouts):
+        for bucket, layout in enumerate(shard_state.layouts):
             begin, _ = layout.spans[self.shard]
             for piece in layout.pieces(self.shard):
-                values = holding.masters[bucket].narrow(0, piece.first - begin, piece.count)
-                stand_in = nn.Parameter(values.view(shapes[piece.parameter]) if whole else values)
-                self._pieces.append((bucket, piece, stand_in))
-                by_parameter.setdefault(piece.parameter, []).append(stand_in)
-                self._give_state(stand_in, holding.state_of(bucket, piece))
+                values = shard_state.masters[bucket].narrow(0, piece.first - begin, piece.count)
+                local_param = nn.Parameter(values.view(shapes[piece.parameter]) if whole else values)
+                self._pieces.append((bucket, piece, local_param))
+                by_parameter.setdefault(piece.parameter, []).append(local_param)
+                self._set_state(local_param, shard_state.state_of(bucket, piece))
         self._settings: list[dict[str, Any]] = []
         self._groups = [[each for number in members for each in by_parameter.get(number, [])] for members in groups]
-        self._taken: _Taken | None = None
+        self._step_inputs: _StepInputs | None = None
         """What the step under way, or the last one, takes to repeat."""
         self._randomness = Randomness(bucket.device for bucket in buckets)
         self._sending: dict[int, Future[Sequence[Pending]] | Sequence[Pending]] = {}
         self._receiving: list[Pending] = []
-        self._refilling: list[Pending] = []
+        self._resyncing: list[Pending] = []
         self._values: list[torch.Tensor] = []
         self._size: torch.Tensor | None = None
-        self._copies: dict[int, fingerprints.Print] = {}
+        self._copy_fingerprints: dict[int, fingerprints.Fingerprint] = {}
         self.behind = 0
         """Updates of the owner that did not arrive here, as it died while it sent them."""
         self.differs = False
@@ -141,36 +141,36 @@ class Standby:
         """How often it was found to differ."""
         self._every = 1
         self._compare_at = 0
-        self._refills = 0
+        self._resyncs = 0
         self.changes = False
         """Whether the program was seen to change parameters beside steps: by this rank, or in a round by any."""
         self.older = False
         """Whether this rank's copies do not show what the program has changed of the shard since its last step."""
 
-    def begin(self, own: Holding, step: int) -> None:
+    def begin(self, own: ShardState, step: int) -> None:
         """Begins a view, or goes on from loaded values: from now on, changes by the program are noticed.
 
         Args:
             own: This rank's shard.
             step: Number of the step that comes next.
         """
-        self._seal, self._told = fingerprints.Seal(self._buckets, own), (0, 0)
+        self._change_detector, self._reported = fingerprints.ChangeDetector(self._buckets, own), (0, 0)
         self._every, self._compare_at = 1, step + 1
         self.arrived()
 
-    def _give_state(self, stand_in: nn.Parameter, given: State) -> None:
+    def _set_state(self, local_param: nn.Parameter, given: State) -> None:
         if given:
-            self._state[stand_in] = dict(given)
+            self._state[local_param] = dict(given)
 
     # --- this rank's own shard, for its standby -----------------------------------------------------------------------
 
-    def take(self, used: Sequence[bool], seeds: tuple[int, int], refill: Refill, own: Holding) -> None:
+    def take(self, used: Sequence[bool], seeds: tuple[int, int], resync: Resync, own: ShardState) -> None:
         """Takes what this rank's optimizer is about to use. From now on it draws the step's random numbers.
 
         Args:
             used: Whether each parameter has a gradient on any rank.
             seeds: Seeds of the random numbers of this rank's step, and of the owner's that it follows.
-            refill: What owners also send; the same on all ranks.
+            resync: What owners also send; the same on all ranks.
             own: This rank's shard.
         """
         gradients = {}
@@ -178,17 +178,17 @@ class Standby:
             self.sent(bucket)
             if bucket.host_own_grads.numel():
                 gradients[bucket.index] = self._take_gradients(bucket)
-        self._taken = _Taken(used, seeds[1], refill, self._optimizer, gradients)
-        self._taken.within_objects = self._beside.within_objects()
-        if refill is Refill.VALUES:
-            self._taken.values = [each.detach().to("cpu", copy=True) for each in own.masters]
-        elif refill is Refill.ALL:
+        self._step_inputs = _StepInputs(used, seeds[1], resync, self._optimizer, gradients)
+        self._step_inputs.within_objects = self._auxiliary_state.within_objects()
+        if resync is Resync.VALUES:
+            self._step_inputs.values = [each.detach().to("cpu", copy=True) for each in own.masters]
+        elif resync is Resync.ALL:
             records = [
                 record.packed()
                 for bucket, layout in enumerate(own.layouts)
-                for record in own.cut(bucket, *layout.spans[own.shard], whole=self._whole)
+                for record in own.partition(bucket, *layout.spans[own.shard], whole=self._whole)
             ]
-            self._taken.records = objects.pack(records)
+            self._step_inputs.records = objects.pack(records)
         self._randomness.begin(seeds[0])
 
     @torch.no_grad()
@@ -197,11 +197,11 @@ class Standby:
         if not bucket.on_gpu:
             return bucket.taken(bucket.step_grads), ()
         message = self._messages[bucket.index]
-        moments = bucket.fetch(message, bucket.step_grads)
-        for moment in moments:
+        events = bucket.fetch(message, bucket.step_grads)
+        for moment in events:
             # The optimizer waits for the copy; the program does not.
             torch.cuda.current_stream(bucket.device).wait_event(cast(torch.cuda.Event, moment))
-        return message, moments
+        return message, events
 
     def release(self) -> None:
         """Gives the program its random numbers back, after the optimizer's step or before a closure runs again."""
@@ -210,9 +210,9 @@ class Standby:
     @property
     def taken(self) -> bool:
         """Whether what the present step takes to repeat was taken."""
-        return self._taken is not None
+        return self._step_inputs is not None
 
-    def stepped(self, own: Holding, step: int) -> None:
+    def stepped(self, own: ShardState, step: int) -> None:
         """Called when the optimizer has stepped, before the program changes anything.
 
         Args:
@@ -222,47 +222,47 @@ class Standby:
         # Of a shard without elements nothing is to be seen.
         self._randomness.end(look=any(each.numel() for each in own.masters))
         self.send()  # what a closure has computed within the step
-        self._seal = fingerprints.Seal(self._buckets, own)
-        self._told = fingerprints.of_holding(own) if step + 1 >= self._compare_at else (0, 0)
+        self._change_detector = fingerprints.ChangeDetector(self._buckets, own)
+        self._reported = fingerprints.of_shard_state(own) if step + 1 >= self._compare_at else (0, 0)
 
-    def report(self, own: Holding, step: int) -> ShardReport:
+    def report(self, own: ShardState, step: int) -> ShardReport:
         """Returns what this rank reports of its shard in the round of a step."""
-        if self.differs or self._seal.state_changed(own):
-            refill = Refill.ALL
+        if self.differs or self._change_detector.state_changed(own):
+            resync = Resync.ALL
         else:
-            refill = Refill.VALUES if self._seal.values_changed(self._buckets, own) else Refill.NOTHING
-        return ShardReport(refill, self._randomness.fresh_seed(step), *self._told)
+            resync = Resync.VALUES if self._change_detector.values_changed(self._buckets, own) else Resync.NOTHING
+        return ShardReport(resync, self._randomness.fresh_seed(step), *self._reported)
 
     def send(self) -> None:
         """Sends what was taken to this rank's own standby, and begins to receive from the owner it follows."""
-        if self._taken is None or self._taken.sent:
+        if self._step_inputs is None or self._step_inputs.sent:
             return
-        self._taken.sent = True
+        self._step_inputs.sent = True
         channel, after = self._channel, (self._channel.rank + 1) % self._channel.size
         last = len(self._buckets)  # tags below are those of gradients
-        if self._taken.refill is Refill.VALUES:
-            for index, values in enumerate(self._taken.values):
+        if self._step_inputs.resync is Resync.VALUES:
+            for index, values in enumerate(self._step_inputs.values):
                 if values.numel():
-                    self._refilling.append(collectives.send(channel, values, after, tag=last + index))
+                    self._resyncing.append(collectives.send(channel, values, after, tag=last + index))
                 room = torch.empty(self._masters[index].shape, dtype=torch.float32, device="cpu")
                 self._values.append(room)
                 if room.numel():
-                    self._refilling.append(collectives.receive(channel, room, self.shard, tag=last + index))
-        elif self._taken.refill is Refill.ALL:
-            records = self._taken.records
+                    self._resyncing.append(collectives.receive(channel, room, self.shard, tag=last + index))
+        elif self._step_inputs.resync is Resync.ALL:
+            records = self._step_inputs.records
             size = torch.tensor([records.numel()], dtype=torch.int64, device="cpu")
             self._size = torch.zeros(1, dtype=torch.int64, device="cpu")
-            self._refilling.append(collectives.send(channel, size, after, tag=last))
-            self._refilling.append(collectives.send(channel, records, after, tag=last + 1))
+            self._resyncing.append(collectives.send(channel, size, after, tag=last))
+            self._resyncing.append(collectives.send(channel, records, after, tag=last + 1))
             self._receiving.append(collectives.receive(channel, self._size, self.shard, tag=last))
-        for index, (message, moments) in self._taken.gradients.items():
+        for index, (message, events) in self._step_inputs.gradients.items():
 
             def begin(message: torch.Tensor = message, index: int = index) -> list[Pending]:
                 return [collectives.send(channel, message, after, tag=index)]
 
-            begun = self._order.begin(begin, moments)
+            begun = self._order.begin(begin, events)
             self._sending[index] = begun  # type: ignore[assignment]  # it holds what `begin` returns
-        for index, room in enumerate(self._rooms):
+        for index, room in enumerate(self._receive_buffers):
             if room.numel():
                 self._receiving.append(collectives.receive(channel, room, self.shard, tag=index))
 
@@ -280,15 +280,15 @@ class Standby:
         """Repeats the last step of the owner, unless that has been done."""
         for bucket in self._buckets:
             self.sent(bucket)
-        taken, self._taken = self._taken, None
+        taken, self._step_inputs = self._step_inputs, None
         if taken is None or not taken.sent:
             return
         receiving, self._receiving = self._receiving, []
-        refilling, self._refilling = self._refilling, []
+        refilling, self._resyncing = self._resyncing, []
         values, self._values = self._values, []
         arrivals = [arrival for each in receiving for arrival in each.wait()]
         records = None
-        if taken.refill is Refill.ALL and all(arrival.arrived == 1.0 for arrival in arrivals):
+        if taken.resync is Resync.ALL and all(arrival.arrived == 1.0 for arrival in arrivals):
             assert self._size is not None
             records = objects.room(int(self._size), self._channel.ranks[self.shard], self._channel)
             refilling.append(collectives.receive(self._channel, records, self.shard, tag=len(self._buckets) + 1))
@@ -296,37 +296,37 @@ class Standby:
         if any(arrival.arrived < 1.0 for arrival in arrivals):
             self.behind += 1
             return
-        for masters, came in zip(self._masters, values, strict=False):
-            masters.copy_(came)
+        for masters, received in zip(self._masters, values, strict=False):
+            masters.copy_(received)
         if records is not None:
             self._replace(records)
-        for grads, room, places in zip(self._grads, self._rooms, self._places, strict=True):
-            if places is not None:
-                grads.index_copy_(0, places, room.to(grads.device))
+        for grads, room, kept_indices in zip(self._grads, self._receive_buffers, self._kept_indices, strict=True):
+            if kept_indices is not None:
+                grads.index_copy_(0, kept_indices, room.to(grads.device))
             elif room is not grads:
                 grads.copy_(room)
-        for home, piece, stand_in in self._pieces:
+        for home, piece, local_param in self._pieces:
             begin, _ = self._layouts[home].spans[self.shard]
-            view = self._grads[home].narrow(0, piece.first - begin, piece.count).view(stand_in.shape)
-            stand_in.grad = view if taken.used[piece.parameter] else None
+            view = self._grads[home].narrow(0, piece.first - begin, piece.count).view(local_param.shape)
+            local_param.grad = view if taken.used[piece.parameter] else None
         self._step(taken)
-        for masters, gone in zip(self._masters, self._gone, strict=True):
+        for masters, gone in zip(self._masters, self._pruned, strict=True):
             if gone is not None:
                 masters.masked_fill_(gone, 0.0)
 
     def _replace(self, packed: torch.Tensor) -> None:
         """Takes over all of the owner's shard."""
-        records = [Record(*each) for each in objects.unpack(packed)]
+        records = [ShardRecord(*each) for each in objects.unpack(packed)]
         masters, states = build(self.shard, self._layouts, records, self._buckets, whole=self._whole)
         for own, given in zip(self._masters, masters, strict=True):
             own.copy_(given)
-        for bucket, piece, stand_in in self._pieces:
-            self._state.pop(stand_in, None)
-            self._give_state(stand_in, states[bucket, piece])
+        for bucket, piece, local_param in self._pieces:
+            self._state.pop(local_param, None)
+            self._set_state(local_param, states[bucket, piece])
         self.differs = False
 
     @torch.no_grad()
-    def move(self, method: Callable[[], object], own: Holding) -> None:
+    def move(self, method: Callable[[], object], own: ShardState) -> None:
         """Moves the shard that this rank follows by a method of the optimizer, which has just moved its own.
 
         Args:
@@ -345,7 +345,7 @@ class Standby:
         finally:
             optimizer.__dict__.update(kept)
         self._show()
-        self._seal = fingerprints.Seal(self._buckets, own)
+        self._change_detector = fingerprints.ChangeDetector(self._buckets, own)
 
     def _show(self) -> None:
         """Gives this rank's copies of parameters the values of the shard that it follows."""
@@ -373,9 +373,9 @@ class Standby:
     def _of_parameters(self) -> list[tuple[Any, State]]:
         return [(key, each) for key, each in self._state.items() if isinstance(key, torch.Tensor)]
 
-    def _step(self, taken: _Taken) -> None:
+    def _step(self, taken: _StepInputs) -> None:
         optimizer = self._optimizer
-        kept, within = dict(optimizer.__dict__), self._beside.within_objects()
+        kept, within = dict(optimizer.__dict__), self._auxiliary_state.within_objects()
         groups = [{**each, "params": params} for each, params in zip(taken.settings, self._groups, strict=True)]
         for name in kept.keys() - taken.attributes.keys() - {"param_groups", "state"}:
             del optimizer.__dict__[name]  # this rank's own step has made it
@@ -383,7 +383,7 @@ class Standby:
         # They belong to the optimizer's own parameters, and the step of a base class would call them.
         hooks: OrderedDict[int, Any] = OrderedDict()
         optimizer.__dict__.update(_optimizer_step_pre_hooks=hooks, _optimizer_step_post_hooks=hooks)
-        self._beside.put(taken.within_objects)
+        self._auxiliary_state.put(taken.within_objects)
         self._randomness.begin(taken.seed)
         try:
             plain_step(optimizer)()
@@ -392,7 +392,7 @@ class Standby:
             for name in vars(optimizer).keys() - kept.keys():
                 del optimizer.__dict__[name]
             optimizer.__dict__.update(kept)
-            self._beside.put(within)
+            self._auxiliary_state.put(within)
 
     @torch.no_grad()
     def load(self, state_of: Callable[[Piece], State] | None, buckets: Sequence[Bucket]) -> None:
@@ -403,7 +403,7 @@ class Standby:
             buckets: Buckets that hold the loaded parameters.
         """
         self.follow()
-        for bucket, piece, stand_in in self._pieces:
+        for bucket, piece, local_param in self._pieces:
             given = {} if state_of is None else state_of(piece)
             master = given.pop(MASTER, None)
             loaded = buckets[bucket].flat.narrow(0, piece.first, piece.count).float()
@@ -411,16 +411,16 @@ class Standby:
                 loaded = master.to(loaded.device).reshape(-1)
             elif buckets[bucket].dtype != torch.float32:
                 # As the owner does: keep the extra bits where the loaded value is the rounded one.
-                own = stand_in.detach().reshape(-1)
+                own = local_param.detach().reshape(-1)
                 loaded = torch.where(own.to(buckets[bucket].dtype) == loaded.to(buckets[bucket].dtype), own, loaded)
-            stand_in.copy_(loaded.view(stand_in.shape))
+            local_param.copy_(loaded.view(local_param.shape))
             if state_of is not None:
-                self._state[stand_in] = {
-                    name: value.to(stand_in.device, torch.float32)
+                self._state[local_param] = {
+                    name: value.to(local_param.device, torch.float32)
                     if buckets[bucket].dtype != torch.float32
                     and isinstance(value, torch.Tensor)
                     and value.is_floating_point()
-                    and value.shape == stand_in.shape
+                    and value.shape == local_param.shape
                     else value
                     for name, value in given.items()
                 }
@@ -428,30 +428,30 @@ class Standby:
 
     # --- whether it is equal ------------------------------------------------------------------------------------------
 
-    def compare(self, owner: ShardReport, refill: Refill, step: int) -> bool:
+    def compare(self, owner: ShardReport, resync: Resync, step: int) -> bool:
         """Compares the shard with what the owner reports of its own, at times. Returns False if they differ.
 
         All ranks compare in the same rounds: in the first steps of a view and after all was sent, then more rarely.
 
         Args:
             owner: What the owner has reported in this round, about its last step.
-            refill: What owners send in this step.
+            resync: What owners send in this step.
             step: Number of the step.
         """
         equal = True
-        self.changes |= refill is not Refill.NOTHING
+        self.changes |= resync is not Resync.NOTHING
         if step >= self._compare_at:
-            values, state = fingerprints.of_holding(self.holding())
+            values, state = fingerprints.of_shard_state(self.shard_state())
             # Values that the program has changed since are sent in this step.
             known = owner.values or owner.state
             if known and not self.behind:
-                equal = state == owner.state and (values == owner.values or refill is not Refill.NOTHING)
+                equal = state == owner.state and (values == owner.values or resync is not Resync.NOTHING)
             self._every = min(2 * self._every, _MOST_STEPS)
             self._compare_at = step + self._every
-        if refill is Refill.ALL:
+        if resync is Resync.ALL:
             # An optimizer that cannot be repeated would make every step dear.
-            self._every = min(1 << self._refills, _MOST_STEPS)
-            self._refills += 1
+            self._every = min(1 << self._resyncs, _MOST_STEPS)
+            self._resyncs += 1
             self._randomness.needed = True  # perhaps it draws now
             self._compare_at = step + self._every
         if not equal:
@@ -459,16 +459,16 @@ class Standby:
             self.mismatches += 1
         return equal
 
-    def arrived(self, came: Sequence[bool] = ()) -> None:
+    def arrived(self, received: Sequence[bool] = ()) -> None:
         """Notes this rank's copies of the parameters of the shard that it follows, before the program changes them.
 
         Args:
-            came: Whether anything has come for each bucket; empty: for all. Where nothing has, as from an owner that
+            received: Whether anything has come for each bucket; empty: for all. Where nothing has, as from an owner that
                 has died, the program's latest change is already in the copy.
         """
         for place, copies in enumerate(self._followed_copies()):
-            if not came or came[place]:
-                self._copies[place] = fingerprints.of(copies)
+            if not received or received[place]:
+                self._copy_fingerprints[place] = fingerprints.of(copies)
 
     def _followed_copies(self) -> list[torch.Tensor]:
         return [
@@ -484,7 +484,7 @@ class Standby:
         self.arrived()
 
     @torch.no_grad()
-    def end(self, own: Holding) -> None:
+    def end(self, own: ShardState) -> None:
         """Repeats the last step, and follows what the program has changed since: another view begins.
 
         The program changes this rank's copies of parameters as it does the owner's. Where they were equal to the shard,
@@ -495,10 +495,10 @@ class Standby:
         """
         self.follow()
         # What this rank's program has done to its own state, the owner's has done as well.
-        self.differs |= self._seal.state_changed(own)
-        self.changes |= self._seal.values_changed(self._buckets, own)
+        self.differs |= self._change_detector.state_changed(own)
+        self.changes |= self._change_detector.values_changed(self._buckets, own)
         pairs = zip(self._masters, self._followed_copies(), strict=True)
-        for before, (masters, copies) in zip(self._copies.values(), pairs, strict=True):
+        for before, (masters, copies) in zip(self._copy_fingerprints.values(), pairs, strict=True):
             up_to_date = fingerprints.same([fingerprints.of(masters.to(copies.dtype))], [before])
             if fingerprints.same([fingerprints.of(copies)], [before]):
                 self.older |= not up_to_date
@@ -507,13 +507,15 @@ class Standby:
             else:
                 self.differs = True
 
-    def holding(self) -> Holding:
+    def shard_state(self) -> ShardState:
         """Returns what this rank holds of the shard that it follows. It stays valid until the next `follow`."""
-        states = {(bucket, piece): dict(self._state.get(stand_in, {})) for bucket, piece, stand_in in self._pieces}
-        return Holding(self.shard, self._layouts, self._masters, lambda bucket, piece: states[bucket, piece])
+        states = {
+            (bucket, piece): dict(self._state.get(local_param, {})) for bucket, piece, local_param in self._pieces
+        }
+        return ShardState(self.shard, self._layouts, self._masters, lambda bucket, piece: states[bucket, piece])
 
 
-class _Taken:
+class _StepInputs:
     """What it takes to repeat a step: of the owner its gradients, of this rank the settings, which are the owner's too.
 
     Args:
@@ -528,11 +530,11 @@ class _Taken:
         self,
         used: Sequence[bool],
         seed: int,
-        refill: Refill,
+        resync: Resync,
         optimizer: torch.optim.Optimizer,
         gradients: dict[int, tuple[torch.Tensor, Sequence[Any]]],
     ) -> None:
-        self.used, self.seed, self.refill, self.gradients = used, seed, refill, gradients
+        self.used, self.seed, self.resync, self.gradients = used, seed, resync, gradients
         # A scheduler changes them before the gradient has come.
         self.settings: list[dict[str, Any]] = [
             {name: value if name == "params" else _copied(value) for name, value in group.items()}
@@ -563,8 +565,8 @@ def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     return lambda: step(optimizer)
 
 
-def _room(like: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-    count = like.numel() if places is None else places.numel()
+def _new_buffer(like: torch.Tensor, kept_indices: torch.Tensor | None) -> torch.Tensor:
+    count = like.numel() if kept_indices is None else kept_indices.numel()
     return torch.empty(count, dtype=like.dtype, pin_memory=like.is_cuda, device="cpu")
 
 

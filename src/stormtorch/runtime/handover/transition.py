@@ -15,21 +15,21 @@ import torch
 from stormtorch.collectives import Group
 from stormtorch.collectives.base import objects
 from stormtorch.errors import StormError
-from stormtorch.runtime.handover.moves import Cut, Move, Source, orphans, plan_moves
+from stormtorch.runtime.handover.moves import Move, MoveSource, Partition, orphans, plan_moves
 from stormtorch.runtime.memory import fingerprints
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.layout import Layout, Piece
-from stormtorch.runtime.memory.shard_state import Holding, Record, State, build
+from stormtorch.runtime.memory.shard_state import ShardRecord, ShardState, State, build
 
 
 @dataclass
-class Held:
+class RetainedShards:
     """What a rank has in one view: its own shard, and the one that it follows as a standby."""
 
-    cut: Cut
-    own: Holding | None
+    partition: Partition
+    own: ShardState | None
     """None on a rank that holds nothing, such as one that leaves."""
-    followed: Holding | None
+    followed: ShardState | None
     ages: Sequence[int]
     """Age of the oldest copy that it has of each shard."""
     behind: bool = False
@@ -43,60 +43,60 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Hello:
+class Handshake:
     """What the ranks have told each other when a view begins."""
 
-    there: dict[int, dict[str, Any]]
+    holders: dict[int, dict[str, Any]]
     """What each rank has told, by rank, of those that hold a part of the base."""
-    told: dict[int, dict[str, Any]]
+    reported: dict[int, dict[str, Any]]
     """What each rank has told, by rank."""
 
     @property
     def members_before(self) -> list[int]:
         """Members of the view that all come from."""
-        return list(self.there[min(self.there)]["members"])
+        return list(self.holders[min(self.holders)]["members"])
 
-    def giver(self, members: Sequence[int]) -> int:
+    def sender(self, members: Sequence[int]) -> int:
         """Returns the member that gives newcomers settings and buffers: the lowest one that holds a part.
 
         Where only ranks that leave hold one, newcomers keep their own, and the lowest member's settings count.
         """
-        return min((rank for rank in members if rank in self.there), default=members[0])
+        return min((rank for rank in members if rank in self.holders), default=members[0])
 
     @property
     def parts_before(self) -> tuple[int, ...] | None:
         """Shares of the members of the view that all come from; None is equal ones."""
-        told = self.there[min(self.there)]["parts"]
-        return None if told is None else tuple(int(each) for each in told)
+        reported = self.holders[min(self.holders)]["parts"]
+        return None if reported is None else tuple(int(each) for each in reported)
 
     @property
     def steps(self) -> int:
         """Optimizer steps so far."""
-        return max(int(each["steps"]) for each in self.there.values())
+        return max(int(each["steps"]) for each in self.holders.values())
 
     @property
     def machines(self) -> dict[int, str]:
         """Identity of the machine of each rank, by rank."""
-        return {rank: str(each["machine"]) for rank, each in self.told.items()}
+        return {rank: str(each["machine"]) for rank, each in self.reported.items()}
 
     @property
     def open(self) -> bool:
         """Whether newcomers can come in: all who hold something are where a turn begins."""
-        return all(bool(each["open"]) for each in self.there.values())
+        return all(bool(each["open"]) for each in self.holders.values())
 
     @property
     def moves(self) -> int:
         """How often methods of the optimizers have moved shards outside steps, on the rank that is behind."""
-        return min(int(each["moves"]) for each in self.there.values())
+        return min(int(each["moves"]) for each in self.holders.values())
 
     def newcomers(self, members: Sequence[int]) -> list[int]:
         """Returns the members that hold nothing yet."""
-        return [rank for rank in members if rank not in self.there]
+        return [rank for rank in members if rank not in self.holders]
 
 
-def greet(
+def exchange_handshakes(
     group: Group,
-    held: Held | None,
+    held: RetainedShards | None,
     steps: int,
     carried: dict[str, str],
     machine: str,
@@ -104,7 +104,7 @@ def greet(
     *,
     moves: int = 0,
     open_: bool = True,
-) -> Hello:
+) -> Handshake:
     """Tells all ranks what this one holds, and learns what they hold.
 
     Args:
@@ -129,8 +129,8 @@ def greet(
         "changes": held is not None and held.changes,
         "own": _fingerprint(None if held is None else held.own),
         "followed": _fingerprint(None if held is None else held.followed),
-        "members": [] if held is None else list(held.cut.members),
-        "parts": None if held is None or held.cut.parts is None else list(held.cut.parts),
+        "members": [] if held is None else list(held.partition.members),
+        "parts": None if held is None or held.partition.parts is None else list(held.partition.parts),
         "speed": list(speed),
         "steps": steps,
         "ages": [] if held is None else list(held.ages),
@@ -139,28 +139,28 @@ def greet(
         "open": open_,
         "moves": moves,
     }
-    told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
-    there = {rank: each for rank, each in told.items() if each["holds"]}
-    if not there:
+    reported = dict(zip(group.ranks, objects.gather(own, group), strict=True))
+    holders = {rank: each for rank, each in reported.items() if each["holds"]}
+    if not holders:
         raise StormError(
             f"rank {group.transport.rank}: no rank of {', '.join(map(str, group.ranks))} has the parameters any more: "
             "start the job again from a checkpoint"
         )
-    return Hello(there, told)
+    return Handshake(holders, reported)
 
 
-def _fingerprint(holding: Holding | None) -> list[int]:
-    return [] if holding is None else list(fingerprints.of_holding(holding))
+def _fingerprint(shard_state: ShardState | None) -> list[int]:
+    return [] if shard_state is None else list(fingerprints.of_shard_state(shard_state))
 
 
 @dataclass
-class Moved:
+class MoveResult:
     """What a rank has got for a view, before it is in use."""
 
     masters: list[torch.Tensor]
     """Float32 values of its shard, by bucket."""
     states: dict[tuple[int, Piece], State]
-    followed: Holding | None
+    followed: ShardState | None
     lost: list[int]
     """Shards of the earlier view whose optimizer state is gone."""
     late: list[int]
@@ -170,13 +170,20 @@ class Moved:
 
 
 def move(
-    group: Group, hello: Hello, before: Cut, after: Cut, held: Held | None, buckets: Sequence[Bucket], *, whole: bool
-) -> Moved:
+    group: Group,
+    handshake: Handshake,
+    before: Partition,
+    after: Partition,
+    held: RetainedShards | None,
+    buckets: Sequence[Bucket],
+    *,
+    whole: bool,
+) -> MoveResult:
     """Moves shards from one view to another. All ranks take part.
 
     Args:
         group: All ranks that take part.
-        hello: What they have told each other.
+        handshake: What they have told each other.
         before: The cut of the view that they come from.
         after: The cut of the view that begins.
         held: What this rank has of the former.
@@ -187,74 +194,76 @@ def move(
         Interrupted: A rank is gone, and another view begins without it.
     """
     rank = group.transport.rank
-    lost = orphans(before, hello.there)
-    freshest = {shard: min(hello.there, key=lambda each: (hello.there[each]["ages"][shard], each)) for shard in lost}
-    there = hello.there
+    lost = orphans(before, handshake.holders)
+    freshest = {
+        shard: min(handshake.holders, key=lambda each: (handshake.holders[each]["ages"][shard], each)) for shard in lost
+    }
+    holders = handshake.holders
     late, unequal, equal = [], [], []
     # A rank may have followed its owner for one step only, and owns perhaps nothing that the program changes.
-    changes = any(each["changes"] for each in there.values())
+    changes = any(each["changes"] for each in holders.values())
     for shard, owner in enumerate(before.members):
         standby = before.standby(shard)
-        if standby is None or standby not in there:
+        if standby is None or standby not in holders:
             continue
-        if owner in there:
-            equal += [shard] if there[owner]["own"] == there[standby]["followed"] else []
+        if owner in holders:
+            equal += [shard] if holders[owner]["own"] == holders[standby]["followed"] else []
         else:
-            late += [shard] if there[standby]["behind"] else []
-            unequal += [shard] if there[standby]["differs"] or (changes and there[standby]["older"]) else []
-    moves = plan_moves(before, after, there, equal, freshest)
-    mine: dict[bool, list[Record]] = {False: [], True: []}
+            late += [shard] if holders[standby]["behind"] else []
+            unequal += [shard] if holders[standby]["differs"] or (changes and holders[standby]["older"]) else []
+    moves = plan_moves(before, after, holders, equal, freshest)
+    mine: dict[bool, list[ShardRecord]] = {False: [], True: []}
     for each in moves:
-        if each.giver == rank and each.taker == rank:
-            mine[each.stands_by] += _records(each, held, buckets, whole=whole)
+        if each.sender == rank and each.receiver == rank:
+            mine[each.as_standby] += _records(each, held, buckets, whole=whole)
     messages = []
     for peer in group.ranks:
         given = [
-            (each.stands_by, [record.packed() for record in _records(each, held, buckets, whole=whole)])
+            (each.as_standby, [record.packed() for record in _records(each, held, buckets, whole=whole)])
             for each in moves
-            if each.giver == rank and each.taker == peer != rank
+            if each.sender == rank and each.receiver == peer != rank
         ]
         messages.append(objects.pack(given) if given else torch.empty(0, dtype=torch.uint8))
     for message in objects.exchange(messages, group):
-        for stands_by, records in objects.unpack(message) if message.numel() else ():
-            mine[bool(stands_by)] += [Record(*each) for each in records]
+        for as_standby, records in objects.unpack(message) if message.numel() else ():
+            mine[bool(as_standby)] += [ShardRecord(*each) for each in records]
     # A parameter of which a part has lost its state begins anew as a whole: an optimizer counts one number of steps.
-    anew = {
+    state_lost = {
         slot.parameter
         for each in moves
-        if each.source is Source.COPY
+        if each.source is MoveSource.COPY
         for slot in buckets[each.bucket].layout.slots
         if slot.first < each.first + each.count and each.first < slot.first + slot.count
     }
     for records in mine.values():
-        records[:] = [record._replace(state={}) if record.parameter in anew else record for record in records]
+        records[:] = [record._replace(state={}) if record.parameter in state_lost else record for record in records]
     if rank not in after.members:
-        return Moved([], {}, None, lost, late, unequal)
+        return MoveResult([], {}, None, lost, late, unequal)
     place = after.members.index(rank)
     masters, states = build(place, after.layouts, mine[False], buckets, whole=whole)
     follows = None
     for shard in range(len(after.members)):
         if after.standby(shard) == rank:
-            follows = _holding(shard, after.layouts, *build(shard, after.layouts, mine[True], buckets, whole=whole))
-    return Moved(masters, states, follows, lost, late, unequal)
+            follows = _shard_state(shard, after.layouts, *build(shard, after.layouts, mine[True], buckets, whole=whole))
+    return MoveResult(masters, states, follows, lost, late, unequal)
 
 
-def _holding(
+def _shard_state(
     shard: int, layouts: Sequence[Layout], masters: list[torch.Tensor], states: dict[tuple[int, Piece], State]
-) -> Holding:
-    return Holding(shard, layouts, masters, lambda bucket, piece: states[bucket, piece])
+) -> ShardState:
+    return ShardState(shard, layouts, masters, lambda bucket, piece: states[bucket, piece])
 
 
-def _records(move: Move, held: Held | None, buckets: Sequence[Bucket], *, whole: bool) -> list[Record]:
+def _records(move: Move, held: RetainedShards | None, buckets: Sequence[Bucket], *, whole: bool) -> list[ShardRecord]:
     where = move.bucket, move.first, move.count
-    if move.source is Source.COPY:
+    if move.source is MoveSource.COPY:
         layout = buckets[move.bucket].layout
         return [
-            Record(slot.parameter, low - slot.first, high - low, buckets[move.bucket].flat[low:high].float(), {})
+            ShardRecord(slot.parameter, low - slot.first, high - low, buckets[move.bucket].flat[low:high].float(), {})
             for slot in layout.slots
             if (low := max(slot.first, move.first)) < (high := min(slot.first + slot.count, move.first + move.count))
         ]
     assert held is not None
-    holding = held.own if move.source is Source.OWNER else held.followed
-    assert holding is not None
-    return holding.cut(*where, whole=whole)
+    shard_state = held.own if move.source is MoveSource.OWNER else held.followed
+    assert shard_state is not None
+    return shard_state.partition(*where, whole=whole)

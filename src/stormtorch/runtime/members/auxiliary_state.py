@@ -31,7 +31,7 @@ Path = tuple[tuple[str, Any], ...]
 """The way to a value, from the optimizer on: names of attributes, keys, numbers of parameters that are keys."""
 
 
-class Beside:
+class AuxiliaryState:
     """What one optimizer keeps beside the state of parameters.
 
     Args:
@@ -65,7 +65,7 @@ class Beside:
                 self._changed[path] = None
         self._before = {}
 
-    def told(self, *, whole: bool) -> torch.Tensor:
+    def reported(self, *, whole: bool) -> torch.Tensor:
         """Returns what steps have changed, as a message; it is empty if that is nothing.
 
         Args:

@@ -22,7 +22,7 @@ from stormtorch.collectives import Group
 from stormtorch.errors import ExchangeTimeout, Interrupted, StormError
 from stormtorch.reliability import Reliability
 
-TAKES_PART, MODEL_STATE, EXACT_MODEL, OPTIMIZER_STATE, LEAVES = range(5)
+SERVES_ONLY, MODEL_STATE, EXACT_MODEL, OPTIMIZER_STATE, LEAVES = range(5)
 NAMES = (
     "a call of another rank",
     "model.state_dict()",
@@ -35,11 +35,11 @@ _COUNT = 5  # numbers in a rank's message
 _FORMAT = f"{_COUNT}f"
 # Steps and sequence numbers travel as two float32s each, in base 2^20, so that they stay exact.
 _LOW = 1 << 20
-_WITHDRAWS = 0.0
-_WITHDRAW_S = 1e-3
+_CANCELLED = 0.0
+_CANCEL_TIMEOUT_S = 1e-3
 
 
-class Told(NamedTuple):
+class BarrierMessage(NamedTuple):
     """The message of a rank to the others when a call begins."""
 
     call: int
@@ -48,9 +48,9 @@ class Told(NamedTuple):
     """Next sequence number on the channel of the exchanges after the meeting."""
 
     @property
-    def asks(self) -> bool:
+    def is_request(self) -> bool:
         """Whether the rank makes a call. A rank that leaves, or only takes part, does not."""
-        return self.call not in (TAKES_PART, LEAVES)
+        return self.call not in (SERVES_ONLY, LEAVES)
 
     @property
     def of_optimizer(self) -> bool:
@@ -62,7 +62,7 @@ class Told(NamedTuple):
         return [float(each) for each in (self.call, *divmod(self.steps, _LOW), *divmod(self.sequence, _LOW))]
 
     @classmethod
-    def read(cls, numbers: list[float]) -> Told | None:
+    def read(cls, numbers: list[float]) -> BarrierMessage | None:
         """Reads a message from the numbers that travelled; None if it did not arrive."""
         if numbers[0] < 0.0:
             return None
@@ -70,7 +70,7 @@ class Told(NamedTuple):
         return cls(call, steps * _LOW + steps_low, sequence * _LOW + sequence_low)
 
 
-class Meeting:
+class Barrier:
     """The place where the ranks of one session meet.
 
     Args:
@@ -86,13 +86,15 @@ class Meeting:
         self._reliability = reliability
         self._wait_s = wait_s
 
-    def begun(self) -> list[Told]:
+    def pending_messages(self) -> list[BarrierMessage]:
         """Returns the messages of ranks that have begun a meeting which this rank has not."""
-        firsts = [payload for _, payload in self.channel.begun_elsewhere()]
-        told = [Told.read(list(struct.unpack(_FORMAT, each))) for each in firsts if len(each) == 4 * _COUNT]
-        return [each for each in told if each is not None]
+        firsts = [payload for _, payload in self.channel.posted_by_peers()]
+        message = [
+            BarrierMessage.read(list(struct.unpack(_FORMAT, each))) for each in firsts if len(each) == 4 * _COUNT
+        ]
+        return [each for each in message if each is not None]
 
-    def meet(self, call: int, steps: int) -> dict[int, Told] | None:
+    def wait_for_all(self, call: int, steps: int) -> dict[int, BarrierMessage] | None:
         """Meets the other ranks.
 
         Returns:
@@ -101,22 +103,22 @@ class Meeting:
         Raises:
             ExchangeTimeout: A rank has not come in time.
         """
-        own = Told(call, steps, self.group.reserve(0)[1])
+        own = BarrierMessage(call, steps, self.group.reserve(0)[1])
         try:
             rows = self._gather(own.numbers(), self._wait_s)
         except Interrupted:
             raise  # the channel ends with the view, so that nobody needs a withdrawal
         except BaseException as error:
             with contextlib.suppress(StormError):
-                self._gather([_WITHDRAWS], _WITHDRAW_S)
+                self._gather([_CANCELLED], _CANCEL_TIMEOUT_S)
             if isinstance(error, ExchangeTimeout):
-                raise self._late(call, error) from error
+                raise self._timeout_error(call, error) from error
             raise
-        found = {peer: told for peer, row in enumerate(rows) if (told := Told.read(row)) is not None}
+        found = {peer: message for peer, row in enumerate(rows) if (message := BarrierMessage.read(row)) is not None}
         confirmed = self._gather([float(len(found))], self._wait_s)
         if any(confirmed[peer] != [float(len(found))] for peer in found):
             return None
-        self.group.reserve(max(told.sequence for told in found.values()) - own.sequence)
+        self.group.reserve(max(message.sequence for message in found.values()) - own.sequence)
         return found
 
     def _gather(self, own: list[float], timeout_s: float) -> list[list[float]]:
@@ -128,7 +130,7 @@ class Meeting:
         ).wait()
         return [row.tolist() for row in rows]
 
-    def _late(self, call: int, error: ExchangeTimeout) -> ExchangeTimeout:
+    def _timeout_error(self, call: int, error: ExchangeTimeout) -> ExchangeTimeout:
         rank = self.channel.rank
         late = ExchangeTimeout(
             f"rank {rank}: {NAMES[call]} has waited {self._wait_s:g} s (collective_wait_s): every rank must "

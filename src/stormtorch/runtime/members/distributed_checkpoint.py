@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
-_TAUGHT = "_storm_taught"
+_PATCHED = "_storm_taught"
 
 
-class _Whole:
+class _WholeOptimizer:
     """A prepared optimizer with the model's parameters in its groups.
 
     Args:
@@ -46,12 +46,12 @@ class _Whole:
         self._optimizer.load_state_dict(state_dict)
 
 
-def teach() -> bool:
+def patch_torch() -> bool:
     """Teaches torch's module to look at prepared optimizers as a whole. Returns whether that was news to it."""
     module: Any = sys.modules.get(_MODULE)
-    if module is None or hasattr(module, _TAUGHT) or not hasattr(module, "_load_optim_state_dict"):
+    if module is None or hasattr(module, _PATCHED) or not hasattr(module, "_load_optim_state_dict"):
         return False
-    setattr(module, _TAUGHT, True)
+    setattr(module, _PATCHED, True)
     get, load = module._get_optim_state_dict, module._load_optim_state_dict
 
     def get_whole(model: Any, optimizers: Any, info: Any) -> Any:
@@ -64,13 +64,13 @@ def teach() -> bool:
     return True
 
 
-def called_from(frame: FrameType | None) -> None:
+def check_patched_before(frame: FrameType | None) -> None:
     """Raises a RuntimeError if torch's module has called a prepared optimizer before it was taught.
 
     Args:
         frame: The call of `state_dict`.
     """
-    if teach() and frame is not None and frame.f_globals.get("__name__") == _MODULE:
+    if patch_torch() and frame is not None and frame.f_globals.get("__name__") == _MODULE:
         raise RuntimeError(
             "torch.distributed.checkpoint was imported after prepare() and did not know prepared optimizers: import "
             f"{_MODULE} before prepare(), or call this again"
@@ -86,4 +86,4 @@ def _whole(optimizer: Any, given: Any = None, info: Any = None) -> Any:
     for each in (parameter for group in groups for parameter in group["params"]):
         firsts = [f"state.{name}." for name in (info.fqn_param_mapping.get(each, ()) if given else ())]
         names[each] = [key[len(first) :] for first in firsts for key in given if str(key).startswith(first)]
-    return _Whole(optimizer, groups, names)
+    return _WholeOptimizer(optimizer, groups, names)

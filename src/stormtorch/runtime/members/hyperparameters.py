@@ -17,14 +17,14 @@ from stormtorch.errors import Interrupted, StormError
 # Entries of a parameter group that say what is trained, and not how.
 _NOT_SETTINGS = ("params", "param_names")
 # Ranks that know of a difference wait no longer than this for the values of a rank that does not know of it.
-_PATIENCE_S = 30.0
+_WAIT_LIMIT_S = 30.0
 # A digest travels as a float32, which represents all integers below this. 0 stands for no digest.
 _DIGESTS = 1 << 24
 
 # Stands for a value that cannot be compared, such as a function or a large tensor.
 _OTHER = object()
 
-Plain = dict[str, Any]
+PlainSettings = dict[str, Any]
 """The settings of one parameter group: numbers, truth values, strings, None and lists of them."""
 
 
@@ -39,7 +39,7 @@ class Hyperparameters:
     def __init__(self, optimizer: torch.optim.Optimizer, rule: str) -> None:
         self._optimizer = optimizer
         self._rule = rule
-        self._known: list[_Known] = []
+        self._known: list[_GroupDigest] = []
 
     @property
     def compared(self) -> bool:
@@ -59,7 +59,7 @@ class Hyperparameters:
             return 0
         groups = self._optimizer.param_groups
         if len(self._known) != len(groups):
-            self._known = [_Known() for _ in groups]
+            self._known = [_GroupDigest() for _ in groups]
         total = 0
         for known, group in zip(self._known, groups, strict=True):
             total = total * 31 + known.digest(group)
@@ -92,7 +92,7 @@ class Hyperparameters:
             )
         return self.adopt(everyone[0])
 
-    def adopt(self, given: list[Plain]) -> list[str]:
+    def adopt(self, given: list[PlainSettings]) -> list[str]:
         """Adopts settings where they differ from this rank's. Returns what was changed, in words."""
         changed = []
         for place, (group, theirs) in enumerate(zip(self._optimizer.param_groups, given, strict=True)):
@@ -121,19 +121,19 @@ class Hyperparameters:
         if new:
             self.adopt(everyone[root])
 
-    def _gathered(self, group: Group, failure: str) -> list[list[Plain]] | None:
+    def _gathered(self, group: Group, failure: str) -> list[list[PlainSettings]] | None:
         """Gathers every rank's settings; None if a rank is gone."""
         try:
             return _gather([_plain_group(each) for each in self._optimizer.param_groups], group)
         except Interrupted:
             raise
         except StormError as error:
-            told = StormError(f"{failure}: {error}")
-            told.culprit = error.culprit
-            raise told from error
+            wrapped = StormError(f"{failure}: {error}")
+            wrapped.culprit = error.culprit
+            raise wrapped from error
 
 
-class _Known:
+class _GroupDigest:
     """The digest of one parameter group, updated where a value has changed: at most steps none has, or only one."""
 
     def __init__(self) -> None:
@@ -161,23 +161,23 @@ def _part(name: str, value: object) -> int:
     return 0 if plain is _OTHER else zlib.crc32(f"{name}={_text(plain)}".encode())
 
 
-def _gather(own: list[Plain], group: Group) -> list[list[Plain]] | None:
+def _gather(own: list[PlainSettings], group: Group) -> list[list[PlainSettings]] | None:
     """Gathers every rank's settings, which are read as data, never as code; None if a rank is gone."""
     mine = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(group.size)]
     sizes[group.rank].fill_(mine.numel())
-    arrivals = collectives.all_gather(group, sizes, sizes[group.rank], timeout_s=_PATIENCE_S).wait()
+    arrivals = collectives.all_gather(group, sizes, sizes[group.rank], timeout_s=_WAIT_LIMIT_S).wait()
     memory = [bytearray(int(size)) for size in sizes]
     parts = [
         torch.frombuffer(each, dtype=torch.uint8) if each else torch.empty(0, dtype=torch.uint8) for each in memory
     ]
-    arrivals += collectives.all_gather(group, parts, mine, timeout_s=_PATIENCE_S).wait()
+    arrivals += collectives.all_gather(group, parts, mine, timeout_s=_WAIT_LIMIT_S).wait()
     if any(arrival.arrived < 1.0 for arrival in arrivals):
         return None
     return [json.loads(bytes(each)) for each in memory]
 
 
-def _differences(everyone: list[list[Plain]], ranks: Sequence[int]) -> list[str]:
+def _differences(everyone: list[list[PlainSettings]], ranks: Sequence[int]) -> list[str]:
     found = []
     for place, groups in enumerate(zip(*everyone, strict=True)):
         for name in dict.fromkeys(name for group in groups for name in group):
@@ -203,7 +203,7 @@ def _shown(value: object) -> str:
     return repr(tuple(value)) if isinstance(value, list) else repr(value)
 
 
-def _plain_group(group: Mapping[str, Any]) -> Plain:
+def _plain_group(group: Mapping[str, Any]) -> PlainSettings:
     plain = {name: _plain(value) for name, value in group.items() if name not in _NOT_SETTINGS}
     return {name: value for name, value in plain.items() if value is not _OTHER}
 

@@ -15,27 +15,27 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
-from stormtorch.runtime.members.membership import Left, Membership
+from stormtorch.runtime.members.membership import Left, SessionMembership
 
 # A session that makes so many rounds in a row, and so many times its longest row before, is trained alone from now on.
 _ALONE, _ALONE_TIMES = 256, 4
 
 
-class Session(Protocol):
+class IterationSession(Protocol):
     """What a process must know of its sessions."""
 
-    membership: Membership
+    membership: SessionMembership
 
     @property
-    def rests(self) -> bool:
+    def has_no_pending_step(self) -> bool:
         """Whether no averaged gradients wait for a step, so that a view could begin with this session."""
         ...
 
-    def at_rest(self) -> bool:
+    def is_between_steps(self) -> bool:
         """Whether this rank is between two steps, so that a view could begin now outside an exchange of gradients."""
         ...
 
-    def may_change(self) -> bool:
+    def can_apply_view(self) -> bool:
         """Whether a view can begin with this session where another one's round is about to begin."""
         ...
 
@@ -48,59 +48,61 @@ class Session(Protocol):
         ...
 
 
-_of_transports: weakref.WeakKeyDictionary[Any, Turns] = weakref.WeakKeyDictionary()
+_of_transports: weakref.WeakKeyDictionary[Any, Iterations] = weakref.WeakKeyDictionary()
 
 
-def turns_of(transport: Any) -> Turns:
+def iterations_of(transport: Any) -> Iterations:
     """Returns the turns of a process, by its transport."""
-    turns = _of_transports.setdefault(transport, Turns(transport))
-    transport.resting = turns.resting
-    return turns
+    iterations = _of_transports.setdefault(transport, Iterations(transport))
+    transport.resting = iterations.resting
+    return iterations
 
 
-class Turns:
+class Iterations:
     """The turns of one process."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = weakref.ref(transport)
-        self._sessions: list[weakref.ref[Session]] = []
-        self._now: Session | None = None
+        self._sessions: list[weakref.ref[IterationSession]] = []
+        self._now: IterationSession | None = None
         """The session whose round is about to begin, or under way."""
-        self._leader: weakref.ref[Session] | None = None
-        self._last: weakref.ref[Session] | None = None
+        self._leader: weakref.ref[IterationSession] | None = None
+        self._last: weakref.ref[IterationSession] | None = None
         self._mixed = self._begins = False
         """Whether another than the leader has made a round in this turn; whether the present round begins a turn."""
         self._run = self._count = 0
-        self._asked = -1
+        self._requested_at = -1
         """Number of rounds so far when this rank last asked for a view with which newcomers come in."""
-        self._longest: weakref.WeakKeyDictionary[Session, int] = weakref.WeakKeyDictionary()
+        self._longest: weakref.WeakKeyDictionary[IterationSession, int] = weakref.WeakKeyDictionary()
         self._decided = 0, False
-        self._welcomed = False
+        self._joined_before = False
 
-    def welcomes(self) -> bool:
+    def is_first_join(self) -> bool:
         """Whether this is the first time that the process comes into a running job."""
-        first, self._welcomed = not self._welcomed, True
+        first, self._joined_before = not self._joined_before, True
         return first
 
-    def add(self, session: Session) -> None:
+    def add(self, session: IterationSession) -> None:
         """Adds a session that is prepared."""
         self._sessions = [each for each in self._sessions if each() is not None]
         self._sessions.append(weakref.ref(session))
 
-    def _live(self) -> list[Session]:
+    def _live(self) -> list[IterationSession]:
         return [session for each in self._sessions if (session := each()) is not None]
 
-    def _others(self, session: Session) -> list[Session]:
+    def _others(self, session: IterationSession) -> list[IterationSession]:
         return [each for each in self._live() if each is not session]
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
-    def begin(self, session: Session) -> None:
+    def begin(self, session: IterationSession) -> None:
         """Called when a session is about to make a round."""
         self._now = session
-        self._begins = self._mixed and self._is_leader(session) and all(each.rests for each in self._live())
+        self._begins = (
+            self._mixed and self._is_leader(session) and all(each.has_no_pending_step for each in self._live())
+        )
 
-    def _is_leader(self, session: Session) -> bool:
+    def _is_leader(self, session: IterationSession) -> bool:
         return self._leader is not None and self._leader() is session
 
     def end(self) -> None:
@@ -108,7 +110,7 @@ class Turns:
         self._now = None
         self._begins = False
 
-    def made(self, session: Session) -> None:
+    def made(self, session: IterationSession) -> None:
         """Counts a round, also one that this rank had to leave out because it was away."""
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(session)
@@ -124,7 +126,7 @@ class Turns:
     def open(self) -> bool:
         """Whether a program that has just come could go on from here: a turn begins."""
         live = self._live()
-        if not all(each.rests for each in live):
+        if not all(each.has_no_pending_step for each in live):
             return False
         if len(live) <= 1 or self._leader is None:
             return True
@@ -135,19 +137,19 @@ class Turns:
             return True
         return self._last() is session and self._run >= max(_ALONE, _ALONE_TIMES * self._longest.get(session, 0))
 
-    def takes_in(self, number: int) -> bool:
+    def admits_joiners(self, number: int) -> bool:
         """Whether this rank says that newcomers can come in with a view: the same for all sessions."""
         if self._decided[0] != number:
             self._decided = number, self.open()
         return self._decided[1]
 
-    def misses(self, session: Session) -> bool:
+    def misses_iteration(self, session: IterationSession) -> bool:
         """Whether this rank was away, and its program must end its turn before it can go on with the others."""
-        return session.membership.away() and not self.open()
+        return session.membership.is_excluded() and not self.open()
 
     # --- views --------------------------------------------------------------------------------------------------------
 
-    def wants_view(self, session: Session) -> bool:
+    def wants_view(self, session: IterationSession) -> bool:
         """Whether a session's round must not begin before another view does.
 
         Another session is due, newcomers wait for a turn to begin, or this rank wants to leave. A session that is
@@ -155,17 +157,21 @@ class Turns:
         """
         if not session.membership.up_to_date():
             return False
-        if any(each.may_change() and each.membership.due() for each in self._others(session)):
+        if any(each.can_apply_view() and each.membership.due() for each in self._others(session)):
             return True
-        return self._leaves() or self._lets_in()
+        return self._leaves() or self._admits_now()
 
-    def _lets_in(self) -> bool:
+    def _admits_now(self) -> bool:
         # Once per turn: others may be at something else, in which this rank must take part first.
-        return self._asked < self._count and any(each.membership.lacks for each in self._live()) and self.open()
+        return (
+            self._requested_at < self._count
+            and any(each.membership.has_waiting_joiners for each in self._live())
+            and self.open()
+        )
 
     def _leaves(self) -> bool:
         leaves_later = bool(getattr(self._transport(), "leaves_later", False))
-        return leaves_later and all(each.rests for each in self._live())
+        return leaves_later and all(each.has_no_pending_step for each in self._live())
 
     def resting(self) -> bool:
         """Whether this rank could hand over all now, as no session makes a round or has gradients that wait for a step.
@@ -173,20 +179,20 @@ class Turns:
         One session alone hands over in its round.
         """
         live = self._live()
-        return len(live) <= 1 or (self._now is None and all(each.rests for each in live))
+        return len(live) <= 1 or (self._now is None and all(each.has_no_pending_step for each in live))
 
-    def due(self, session: Session) -> bool:
+    def due(self, session: IterationSession) -> bool:
         """Whether a view begins now for this rank, which is between two steps and waits for something else."""
-        if not session.at_rest() or not session.membership.due():
+        if not session.is_between_steps() or not session.membership.due():
             return False
         others = self._others(session)
         if not others:
             return True
-        if not all(each.at_rest() and each.membership.up_to_date() for each in others):
+        if not all(each.is_between_steps() and each.membership.up_to_date() for each in others):
             return False
-        return not session.membership.away() or self.open()
+        return not session.membership.is_excluded() or self.open()
 
-    def change(self, session: Session) -> bool:
+    def change(self, session: IterationSession) -> bool:
         """Begins the latest view with all sessions that can. Returns False if that one's rank had been away.
 
         Raises:
@@ -196,14 +202,14 @@ class Turns:
         if not session.membership.due():
             if self._leaves():
                 transport.leaves_later = False
-                transport.endpoint.ask_out()
+                transport.endpoint.request_leave()
                 session.membership.await_view()
-            elif self._lets_in():
-                self._asked = self._count
-                transport.ask_anew()
+            elif self._admits_now():
+                self._requested_at = self._count
+                transport.request_view()
                 session.membership.await_view()
         held, left = True, None
-        gone: list[Session] = []
+        gone: list[IterationSession] = []
         # From the first one again: another view may have come meanwhile.
         while (each := self._next(session, gone)) is not None:
             try:
@@ -218,13 +224,13 @@ class Turns:
             raise left
         return held
 
-    def _next(self, session: Session, gone: list[Session]) -> Session | None:
+    def _next(self, session: IterationSession, gone: list[IterationSession]) -> IterationSession | None:
         for each in self._live():
-            if each not in gone and (each is session or each.may_change()) and each.membership.due():
+            if each not in gone and (each is session or each.can_apply_view()) and each.membership.due():
                 return each
         return None
 
-    def await_view(self, session: Session) -> Any:
+    def await_view(self, session: IterationSession) -> Any:
         """Waits for a view that a session can begin, and returns it.
 
         Sessions that were prepared before it begin that view first: they do so on all other ranks.
@@ -234,7 +240,7 @@ class Turns:
             for each in self._live():
                 if each is session:
                     break
-                if each.may_change() and each.membership.due():
+                if each.can_apply_view() and each.membership.due():
                     each.switch()
             if not session.membership.superseded(latest.number):
                 return latest

@@ -24,7 +24,7 @@ from stormtorch.reliability import Priority
 _log = logging.getLogger("stormtorch")
 _SLICE_S = 0.2
 _ANNOUNCE_AFTER_S = 10.0
-_LET_IN = "to be let in again by a majority of the ranks"
+_FOR_ADMISSION = "to be let in again by a majority of the ranks"
 
 
 class Left(SystemExit):
@@ -45,7 +45,7 @@ class View:
     """Number of the view from which its members came: the last one that was in place on all of them."""
 
 
-class Membership:
+class SessionMembership:
     """The views of one session.
 
     Args:
@@ -68,7 +68,7 @@ class Membership:
         everyone = set(group.ranks) >= set(range(group.transport.world))
         self._scope = None if everyone else frozenset(group.ranks)
         self._give_up_s = give_up_s
-        self._alone_since: float | None = None
+        self._no_quorum_since: float | None = None
         self._transport.enter()
         self._transport.watch()
         self.newcomer = self._transport.incarnation(self._rank) != 0 and self._is_known()
@@ -79,10 +79,10 @@ class Membership:
             latest = self._transport.view()
             assert latest is not None, "a process that was there from the start knows the first view"
             self.view, self.settled = View(latest.number, self._members(latest), 0), latest.number
-        self.lacks = False
+        self.has_waiting_joiners = False
         """Whether the view has members that wait for a turn to begin, and take no part before."""
-        self._transport.enroll(self._id, 0, self.settled)
-        weakref.finalize(self, _withdraw, self._transport, self._id).atexit = False
+        self._transport.add_session(self._id, 0, self.settled)
+        weakref.finalize(self, _unenroll, self._transport, self._id).atexit = False
 
     def _is_known(self) -> bool:
         """Whether the others had this session before; otherwise all begin it together, also those that came later."""
@@ -116,14 +116,14 @@ class Membership:
     def due(self) -> bool:
         """Whether another view begins now for this rank, or has begun without it, or it has waited too long for one."""
         latest = self._transport.view()
-        return latest is not None and (self._due(latest) or self._given_up())
+        return latest is not None and (self._due(latest) or self._quorum_timed_out())
 
     def up_to_date(self) -> bool:
         """Whether this session is in the latest view, or can begin it now."""
         latest = self._transport.view()
         return latest is not None and (latest.number <= self.view.number or self._due(latest))
 
-    def away(self) -> bool:
+    def is_excluded(self) -> bool:
         """Whether the others have gone on without this rank, so that what it holds is of no worth to them."""
         latest = self._transport.view()
         later = latest is not None and latest.number > self.view.number
@@ -133,7 +133,7 @@ class Membership:
         """Whether the others have gone on without this rank."""
         latest = self._transport.view()
         if latest.number <= self.view.number:
-            return self._given_up()
+            return self._quorum_timed_out()
         return not self._transport.inside() or self.blank()
 
     def complete(self) -> bool:
@@ -158,19 +158,19 @@ class Membership:
             StormError: It did not happen within `give_up_s`.
             Left: This rank wants to leave, and nobody needs what it has.
         """
-        began = self._alone_since or time.monotonic()
+        began = self._no_quorum_since or time.monotonic()
         announced = 0.0
         while True:
             latest = self._transport.view()
             if getattr(self._transport, "leaving", False) and (self.newcomer or not self._transport.inside()):
                 raise Left
-            if latest is not None and self._given_up():
-                raise self._late(time.monotonic() - began, _LET_IN)
+            if latest is not None and self._quorum_timed_out():
+                raise self._timeout_error(time.monotonic() - began, _FOR_ADMISSION)
             if latest is not None and self._transport.inside() and latest.number > self.view.number:
                 self._transport.install(latest)
                 return latest
             self._transport.wait_view(latest.number if latest else 0, _SLICE_S)
-            announced = self._announce(began, announced, _LET_IN)
+            announced = self._announce(began, announced, _FOR_ADMISSION)
 
     def base(self, latest: Any) -> tuple[int, int]:
         """Returns the view from which all members go on to another one, and the round at which that begins."""
@@ -204,9 +204,9 @@ class Membership:
             members: Its members, without those that wait for a turn to begin.
         """
         self.view = View(latest.number, tuple(members), step, self.base(latest)[0])
-        self.lacks = len(members) < len(self._members(latest))
+        self.has_waiting_joiners = len(members) < len(self._members(latest))
 
-    def pass_over(self, latest: Any) -> None:
+    def skip_view(self, latest: Any) -> None:
         """Waits for a later view, as this rank is not taken into that one."""
         self.view = View(latest.number, (), 0)
 
@@ -227,7 +227,7 @@ class Membership:
         self.settled, self.round, self.newcomer = number, rounds, False
         return True
 
-    def overtaken(self, rounds: int) -> bool:
+    def finish_superseded(self, rounds: int) -> bool:
         """Begins the view that was entered, although there is a later one, where others have begun a round in it.
 
         They wait for this rank, which has all that it needs: it makes that round before it goes on to the later view.
@@ -252,23 +252,23 @@ class Membership:
 
     def obsolete(self, number: int) -> bool:
         """Whether a view that begins is waited for in vain: there is a later one, or no majority to agree on one."""
-        return self.superseded(number) or self._given_up()
+        return self.superseded(number) or self._quorum_timed_out()
 
     def _due(self, latest: Any) -> bool:
         if latest.number <= self.view.number:
             return False
         return not self._transport.inside() or self.blank() or self.base(latest)[1] <= self.round
 
-    def _given_up(self) -> bool:
+    def _quorum_timed_out(self) -> bool:
         """Whether this rank has lost the majority for `give_up_s`: then nobody can agree on another view."""
-        if self._transport.standing()["quorum"]:
-            self._alone_since = None
+        if self._transport.connectivity()["quorum"]:
+            self._no_quorum_since = None
             return False
         # Kept here, too: another thread may find the majority back meanwhile.
-        since = self._alone_since = self._alone_since or time.monotonic()
+        since = self._no_quorum_since = self._no_quorum_since or time.monotonic()
         # A rank that is about to leave stays for others who may need it, not until it hears them again.
-        parting = self._transport.servers.parting
-        patience_s = min(self._give_up_s, self._transport.silence_s) if parting else self._give_up_s
+        draining = self._transport.collective_servers.draining
+        patience_s = min(self._give_up_s, self._transport.silence_s) if draining else self._give_up_s
         return time.monotonic() - since > patience_s
 
     def _members(self, latest: Any) -> tuple[int, ...]:
@@ -287,33 +287,35 @@ class Membership:
         """
         waited = time.monotonic() - began
         if waited > self._give_up_s:
-            raise self._late(waited, what)
+            raise self._timeout_error(waited, what)
         if waited < max(_ANNOUNCE_AFTER_S, 2 * announced):
             return announced
-        _log.warning("rank %d: waits %s, for %.0f s so far; %s", self._rank, what, waited, self.standing())
+        _log.warning("rank %d: waits %s, for %.0f s so far; %s", self._rank, what, waited, self.connectivity())
         return waited
 
-    def _late(self, waited: float, what: str) -> StormError:
+    def _timeout_error(self, waited: float, what: str) -> StormError:
         return StormError(
-            f"rank {self._rank}: has waited {waited:.0f} s (give_up_s) {what}; {self.standing()}: restart the ranks "
+            f"rank {self._rank}: has waited {waited:.0f} s (give_up_s) {what}; {self.connectivity()}: restart the ranks "
             "that are gone, or raise give_up_s"
         )
 
-    def standing(self) -> str:
+    def connectivity(self) -> str:
         """Says in words whom this rank hears."""
-        standing = self._transport.standing()
+        connectivity = self._transport.connectivity()
         silence_s = self._transport.silence_s
         latest = self._transport.view()
         others = [rank for rank, _ in latest.members if rank != self._rank] if latest is not None else []
-        heard = standing["heard_s"]
-        silent = [rank for rank in others if heard.get(rank) is None or heard[rank] > silence_s]
+        last_received = connectivity["heard_s"]
+        silent = [rank for rank in others if last_received.get(rank) is None or last_received[rank] > silence_s]
         if not silent:
-            return "it hears all members" if standing["quorum"] else "members have left, so that there is no majority"
-        since = max((heard[rank] for rank in silent if heard.get(rank) is not None), default=0.0)
-        majority = "" if standing["quorum"] else ", which leaves it without a majority"
+            return (
+                "it hears all members" if connectivity["quorum"] else "members have left, so that there is no majority"
+            )
+        since = max((last_received[rank] for rank in silent if last_received.get(rank) is not None), default=0.0)
+        majority = "" if connectivity["quorum"] else ", which leaves it without a majority"
         return f"nothing was heard from rank {', '.join(map(str, silent))} for {since:.0f} s{majority}"
 
 
-def _withdraw(transport: Any, session: int) -> None:
+def _unenroll(transport: Any, session: int) -> None:
     with contextlib.suppress(Closed):
-        transport.withdraw(session)
+        transport.remove_session(session)

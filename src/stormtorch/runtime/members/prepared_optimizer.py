@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from stormtorch.backend.compiler import hidden
-from stormtorch.runtime.members import distributed_checkpoint as checkpoints
+from stormtorch.runtime.members import distributed_checkpoint as distributed_checkpoint
 
 # Attribute with the number of the hook that is called just before a step.
 _LAST = "_storm_last_hook"
@@ -38,7 +38,7 @@ def _methods(kind: Any) -> dict[str, Any]:
 
     def state_dict(self: Any) -> Any:
         """Returns the state of the whole optimizer, in torch's format. One rank calls it, or all do."""
-        checkpoints.called_from(sys._getframe(1))
+        distributed_checkpoint.check_patched_before(sys._getframe(1))
         return self.session.optimizer_state(kind.state_dict(self))
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ def settings(optimizer: Any) -> list[dict[str, Any]]:
 
 def adopt(optimizer: torch.optim.Optimizer, session: _Session) -> None:
     """Makes an optimizer a prepared one. It stays the same object, of a class derived from its own."""
-    checkpoints.teach()
+    distributed_checkpoint.patch_torch()
     kind = type(optimizer)
     # It has no other base: an object keeps its layout only if its new class differs by nothing but methods.
     optimizer.__class__ = types.new_class(

@@ -17,15 +17,15 @@ from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.collectives.base.objects import pack, unpack
 from stormtorch.errors import StormError
-from stormtorch.exchange.waiting import doing
-from stormtorch.runtime.members.membership import Membership, View
+from stormtorch.exchange.waiting import in_call
+from stormtorch.runtime.members.membership import SessionMembership, View
 
 Value = TypeVar("Value", float, torch.Tensor)
 _MOST_BYTES = 64 << 20
 
 
-def counted(
-    members: Sequence[int], here: Collection[int], known: Mapping[int, Collection[int]], mute: Collection[int]
+def ranks_counted(
+    members: Sequence[int], here: Collection[int], known: Mapping[int, Collection[int]], known_gone: Collection[int]
 ) -> tuple[set[int], list[int]]:
     """Returns the ranks whose values count, and those because of whom others may count other ones.
 
@@ -36,20 +36,20 @@ def counted(
         members: Ranks that take part.
         here: Ranks whose values this one has.
         known: Ranks whose values each rank has, of those that have said so.
-        mute: Ranks that cannot have told anybody, as all knew that they were gone.
+        known_gone: Ranks that cannot have told anybody, as all knew that they were gone.
     """
     count = {rank for rank in here if all(rank in each for each in known.values())}
     silent = [rank for rank in members if rank not in known]
-    unsure = any(other != rank and other not in mute for rank in count.intersection(silent) for other in silent)
+    unsure = any(other != rank and other not in known_gone for rank in count.intersection(silent) for other in silent)
     return count, silent if unsure else []
 
 
-class Together:
+class SessionCollectives:
     """What members of a session tell each other outside its steps. A base of `Session`."""
 
     name: str
     group: Group
-    membership: Membership
+    membership: SessionMembership
     steps: int
     _new: tuple[int, set[int]] = (-1, set())
     """Steps at which the view began, and the ranks that were new then."""
@@ -68,12 +68,12 @@ class Together:
         Args:
             value: A number, or a tensor of the same shape and dtype on all ranks. It stays as it is.
         """
-        result: Value = self._combined(value, "session.mean()", mean=True)
+        result: Value = self._reduce_over_members(value, "session.mean()", mean=True)
         return result
 
     def sum(self, value: Value) -> Value:
         """Returns the sum over the ranks that are there, as `mean` does."""
-        result: Value = self._combined(value, "session.sum()", mean=False)
+        result: Value = self._reduce_over_members(value, "session.sum()", mean=False)
         return result
 
     def gather(self, value: object) -> dict[int, Any]:
@@ -86,21 +86,23 @@ class Together:
         message = pack(value)
         if message.numel() > _MOST_BYTES:
             raise ValueError(f"value must have at most {_MOST_BYTES >> 20} MiB, got {message.numel() >> 20}")
-        told = self._tell_all(torch.tensor([message.numel()], dtype=torch.int64, device="cpu"), "session.gather()")
-        sizes = {rank: int(size) for rank, size in told.items()}
+        reported = self._gather_all(
+            torch.tensor([message.numel()], dtype=torch.int64, device="cpu"), "session.gather()"
+        )
+        sizes = {rank: int(size) for rank, size in reported.items()}
         if not all(0 <= size <= _MOST_BYTES for size in sizes.values()):
             raise StormError(f"rank {self.group.transport.rank}: session.gather(): ranks announce {sizes} bytes")
-        room = torch.zeros(max(sizes.values()), dtype=torch.uint8, device="cpu")
-        room[: message.numel()] = message
-        found = self._tell_all(room, "session.gather()")
+        buffer = torch.zeros(max(sizes.values()), dtype=torch.uint8, device="cpu")
+        buffer[: message.numel()] = message
+        found = self._gather_all(buffer, "session.gather()")
         return {rank: unpack(each[: sizes[rank]]) for rank, each in found.items() if rank in sizes}
 
-    def _combined(self, value: float | torch.Tensor, what: str, *, mean: bool) -> Any:
+    def _reduce_over_members(self, value: float | torch.Tensor, what: str, *, mean: bool) -> Any:
         given = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
         own = given.detach().to("cpu", copy=True).contiguous()
         if own.dtype in (torch.float16, torch.bfloat16):
             own = own.float()
-        rows = self._tell_all(own.reshape(-1), what) if own.numel() else {0: own}
+        rows = self._gather_all(own.reshape(-1), what) if own.numel() else {0: own}
         together = torch.stack(list(rows.values()))
         result = (together.sum(0) / len(rows) if mean else together.sum(0)).reshape(given.shape)
         if not isinstance(value, torch.Tensor):
@@ -109,30 +111,30 @@ class Together:
         return result.to(given.device, kept)
 
     @torch.no_grad()
-    def _tell_all(self, own: torch.Tensor, what: str) -> dict[int, torch.Tensor]:
+    def _gather_all(self, own: torch.Tensor, what: str) -> dict[int, torch.Tensor]:
         """Returns the tensors of all ranks that are there, by their numbers in messages."""
         transport = self.group.transport
-        members = self._awaited()
+        members = self._participants()
         if members == [transport.rank]:
             return {self.label(transport.rank): own}
-        name = self._calls_name()
-        group = Group(transport, members, name=name, view=self.view.number).along(name)
-        with torch.inference_mode(False), doing(what):
+        name = self._channel_name()
+        group = Group(transport, members, name=name, view=self.view.number).on_channel(name)
+        with torch.inference_mode(False), in_call(what):
             rows = [torch.zeros_like(own) for _ in members]
             here = self._collect(group, rows, own)
             slots: int = getattr(transport, "capacity", transport.world)
             # Whose values this rank has, and 2 more of who is gone already; at the end, after how many steps.
-            told = torch.zeros(slots + 1, dtype=torch.int64, device="cpu")
+            reported = torch.zeros(slots + 1, dtype=torch.int64, device="cpu")
             latest = transport.view()
             assert latest is not None, "members have views"
             gone = {*members} - {rank for rank, _ in latest.members}
-            told[[*here]], told[-1] = 1, self.steps
-            told[[*gone]] += 2
-            all_told = [torch.zeros_like(told) for _ in members]
-            confirmed = self._collect(group, all_told, told)
+            reported[[*here]], reported[-1] = 1, self.steps
+            reported[[*gone]] += 2
+            all_reported = [torch.zeros_like(reported) for _ in members]
+            confirmed = self._collect(group, all_reported, reported)
         known: dict[int, set[int]] = {}
-        mute = gone
-        for rank, each in zip(members, all_told, strict=True):
+        known_gone = gone
+        for rank, each in zip(members, all_reported, strict=True):
             if rank not in confirmed - gone:
                 continue
             if int(each[-1]) != self.steps:
@@ -141,8 +143,8 @@ class Together:
                     f"has made {int(each[-1])}: call it on every rank, at the same step"
                 )
             known[rank] = {other for other in members if each[other] & 1}
-            mute &= {other for other in members if each[other] & 2}
-        count, unsure = counted(members, here, known, mute)
+            known_gone &= {other for other in members if each[other] & 2}
+        count, unsure = ranks_counted(members, here, known, known_gone)
         if unsure:
             dead = ", ".join(str(self.label(each)) for each in unsure)
             raise StormError(
@@ -156,8 +158,10 @@ class Together:
         """Gathers tensors, and returns the ranks whose tensors have come."""
         arrivals = collectives.all_gather(group, rows, rows[group.rank].copy_(own)).wait()
         own_rank = group.transport.rank
-        came = {rank for each in arrivals for rank in group.ranks if rank != own_rank and each.fraction(peer=rank) == 1}
-        return came | {own_rank}
+        arrived = {
+            rank for each in arrivals for rank in group.ranks if rank != own_rank and each.fraction(peer=rank) == 1
+        }
+        return arrived | {own_rank}
 
     # --- who takes part -----------------------------------------------------------------------------------------------
 
@@ -170,7 +174,7 @@ class Together:
         """Returns the number of a rank in messages and in the ledger: its rank in the group that was prepared."""
         raise NotImplementedError
 
-    def view_began(self, newcomers: Sequence[int]) -> None:
+    def on_view(self, newcomers: Sequence[int]) -> None:
         """Told when the session has begun a view, with the members that came in or came back with it.
 
         They make the same calls as the others from their first step on. From then on there is a new sequence of calls,
@@ -181,7 +185,7 @@ class Together:
         if self._new[1]:
             self._next_sequence = self.steps, self.view.number
 
-    def _awaited(self) -> list[int]:
+    def _participants(self) -> list[int]:
         """Returns the members that make the same calls: not those that came since the last step."""
         steps, new = self._new
         own = self.group.transport.rank
@@ -189,7 +193,7 @@ class Together:
             return list(self.view.members)
         return [own] if own in new else [rank for rank in self.view.members if rank not in new]
 
-    def _calls_name(self) -> str:
+    def _channel_name(self) -> str:
         if self._next_sequence is not None and self._next_sequence[0] != self.steps:
             self._sequence, self._next_sequence = self._next_sequence[1], None
         return f"{self.name}/together/{self._sequence}"

@@ -109,7 +109,7 @@ def refuse_active_wrapper(model: nn.Module) -> None:
         raise refusal("DistributedDataParallel")
 
 
-class Kept:
+class PreparedParameters:
     """Checks that a model still has the parameters that were prepared: replacements would never be trained.
 
     Args:

@@ -3,10 +3,10 @@
 from collections.abc import Collection
 
 from stormtorch.collectives import Group
-from stormtorch.exchange.exchange import Arrival
+from stormtorch.exchange.exchange import ExchangeResult
 
 
-class Links:
+class ArrivalCounts:
     """Counts the chunks that came, or should have come, from each peer, a rank in the group."""
 
     def __init__(self, size: int) -> None:
@@ -23,7 +23,7 @@ class Links:
         self._recovered = [0] * len(self._recovered)
         self.longest_s = 0.0
 
-    def add(self, group: Group, arrival: Arrival, *, stage: int = 0) -> None:
+    def add(self, group: Group, arrival: ExchangeResult, *, stage: int = 0) -> None:
         """Counts an exchange of a group that has the same ranks."""
         self.longest_s = max(self.longest_s, arrival.elapsed_s)
         for rank, (chunks, arrived) in arrival.links(stage=stage).items():
@@ -38,7 +38,7 @@ class Links:
         """Returns the fraction of a peer's chunks that arrived; None if there were none."""
         return self._arrived[peer] / self._chunks[peer] if self._chunks[peer] else None
 
-    def unaided(self, peer: int) -> tuple[int, int]:
+    def lost_before_parity(self, peer: int) -> tuple[int, int]:
         """Returns the chunks of a peer that were lost, also where parity brought them back, and all of them."""
         chunks = self._chunks[peer]
         return chunks - self._arrived[peer] + self._recovered[peer], chunks

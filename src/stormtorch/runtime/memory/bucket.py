@@ -8,8 +8,8 @@ from torch import nn
 import stormtorch._engine as _engine
 from stormtorch.exchange.exchange import WIRE_DTYPES
 from stormtorch.runtime.memory.layout import Layout, Piece
-from stormtorch.staging.copies import Visit
-from stormtorch.staging.launch_queue import Moment
+from stormtorch.staging.copies import DeviceCopies
+from stormtorch.staging.launch_queue import Event
 
 
 class Bucket:
@@ -41,9 +41,9 @@ class Bucket:
                 parameter.data = view
                 self.grad_views.append(self.grads[slot.first : slot.first + slot.count].view(parameter.shape))
         # Addresses of the gradients' places: comparing numbers is much quicker than making views.
-        self._homes = [view.data_ptr() for view in self.grad_views]
-        self._home: torch.Tensor | None = None
-        self._spare = torch.empty(0)
+        self._grad_addresses = [view.data_ptr() for view in self.grad_views]
+        self._model_flat: torch.Tensor | None = None
+        self._copy_flat = torch.empty(0)
         self.kept: torch.Tensor | None = None
         """Whether each element is kept, once `prune` was called. All others are zero, and do not travel."""
         self._lay_out()
@@ -56,7 +56,7 @@ class Bucket:
         # The network reads and writes main memory; on the CPU that is the vectors themselves.
         self.host_flat = self._host(self.flat, self.travels)
         self.host_grads = self._host(self.grads, self.travels)
-        self.renew_host()
+        self.refresh_host()
 
     def _own(self, masters: torch.Tensor) -> None:
         """Allocates what belongs to this rank's shard; `masters` are its float32 values, empty if `flat` has them."""
@@ -75,9 +75,9 @@ class Bucket:
     def share_gradients(self) -> None:
         """Has the optimizer use the memory in which the program sees gradients, once they are shown there."""
         self._shares_gradients = True
-        self.recut(self.layout, self.rank, torch.empty(0) if self.masters is self.own else self.masters)
+        self.repartition(self.layout, self.rank, torch.empty(0) if self.masters is self.own else self.masters)
 
-    def recut(self, layout: Layout, rank: int, masters: torch.Tensor) -> None:
+    def repartition(self, layout: Layout, rank: int, masters: torch.Tensor) -> None:
         """Gives this rank another shard. Parameters and their gradients stay where they are.
 
         Args:
@@ -102,7 +102,7 @@ class Bucket:
             shard.copy_(self.own_grads)
 
     @property
-    def apart(self) -> bool:
+    def is_staged(self) -> bool:
         """Whether the network reads and writes other memory than the model does, so that values must be copied."""
         return self.on_gpu or self.kept is not None
 
@@ -127,7 +127,7 @@ class Bucket:
         """Returns the address of a piece's part of such a vector: that costs less than a view of it."""
         return vector.data_ptr() + (piece.first - self.layout.spans[self.rank][0]) * vector.element_size()
 
-    def bring_home(self, *, arriving: bool = False) -> None:
+    def reattach_parameters(self, *, arriving: bool = False) -> None:
         """Puts parameters back into the bucket that were only copied, as `model.to("cpu:0")` does on the CPU.
 
         Args:
@@ -136,7 +136,7 @@ class Bucket:
         Raises:
             RuntimeError: A parameter has another dtype, device or size, or was copied while parameters were arriving.
         """
-        if self.is_away:
+        if self.uses_copy:
             return
         first, size = self.flat.data_ptr(), self.dtype.itemsize
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
@@ -155,19 +155,19 @@ class Bucket:
                 home.copy_(parameter)
                 parameter.data = home
 
-    def bring_gradient_home(self, place: int, view: torch.Tensor, *, keep: bool) -> bool:
+    def reattach_gradient(self, position: int, view: torch.Tensor, *, keep: bool) -> bool:
         """Puts a gradient back into the bucket if its memory was replaced. Returns whether it was.
 
         Args:
-            place: Place of the parameter in the bucket.
+            position: Place of the parameter in the bucket.
             view: The gradient that should be a view of `grads`.
             keep: Whether to copy its values into the bucket.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            if view.data_ptr() == self._homes[place] or not self.layout.slots[place].count:
+            if view.data_ptr() == self._grad_addresses[position] or not self.layout.slots[position].count:
                 return False
             with torch.no_grad():
-                slot = self.layout.slots[place]
+                slot = self.layout.slots[position]
                 home = self.grads[slot.first : slot.first + slot.count].view(view.shape)
                 if keep:
                     home.copy_(view)
@@ -184,21 +184,21 @@ class Bucket:
         looks = self.device.type == "cpu" and self.dtype in WIRE_DTYPES
         copies: list[tuple[int, int, int]] = []
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # backward(create_graph=True) enables gradients
-            for place, (gradient, view, home) in enumerate(zip(given, views, self._homes, strict=True)):
+            for position, (gradient, view, home) in enumerate(zip(given, views, self._grad_addresses, strict=True)):
                 if view.data_ptr() != home:
-                    self.bring_gradient_home(place, view, keep=gradient is view)
+                    self.reattach_gradient(position, view, keep=gradient is view)
                 if gradient is None:
-                    self.grad_views[place].zero_()
+                    self.grad_views[position].zero_()
                     continue
-                count = self.layout.slots[place].count
+                count = self.layout.slots[position].count
                 if gradient is view or not (looks and self._is_plain(gradient, count)):
                     if gradient is not view:
-                        self.grad_views[place].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                        self.grad_views[position].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
                     copies.append((home, home, count))  # only look at it
                 else:
                     copies.append((gradient.data_ptr(), home, count))
                 if gradient is not view:
-                    self.parameters[place].grad = view
+                    self.parameters[position].grad = view
         # One call for the whole bucket. It looks for infinities as it copies: a look of its own would read all again.
         self.finite = _engine.copy_finite(WIRE_DTYPES[self.dtype], copies) if looks else None
         return [gradient is not None for gradient in given]
@@ -241,7 +241,7 @@ class Bucket:
     def adopt(self) -> None:
         """Takes over loaded parameters: masters keep their extra bits where they round to the same value."""
         self.follow()
-        self.renew_host()
+        self.refresh_host()
 
     # --- what does not travel -----------------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Bucket:
         self._lay_out()
         self.clear_pruned()
         self.host_flat = self._host(self.flat, self.travels)
-        self.renew_host()
+        self.refresh_host()
         if self.grads.numel():
             self.host_grads = self._host(self.grads, self.travels)
             self.host_own_grads = self._host(self.own_grads, self.spans[self.rank][1])
@@ -287,23 +287,23 @@ class Bucket:
         """Number of elements of `host_flat`."""
         if self.kept is None:
             return
-        (self._places,) = torch.nonzero(self.kept, as_tuple=True)
+        (self._kept_indices,) = torch.nonzero(self.kept, as_tuple=True)
         firsts = [first for first, _ in self.layout.spans]
         ends = [first + count for first, count in self.layout.spans]
         bounds = torch.tensor([firsts, ends], device=self.device)
-        begins, stops = torch.searchsorted(self._places, bounds).tolist()
+        begins, stops = torch.searchsorted(self._kept_indices, bounds).tolist()
         self.spans = tuple((begin, stop - begin) for begin, stop in zip(begins, stops, strict=True))
-        self.travels = self._places.numel()
+        self.travels = self._kept_indices.numel()
         first, count = self.spans[self.rank]
-        self._own_places = self._places[first : first + count] - self.layout.spans[self.rank][0]
+        self._own_kept_indices = self._kept_indices[first : first + count] - self.layout.spans[self.rank][0]
 
-    def places(self, first: int, count: int) -> torch.Tensor | None:
+    def kept_indices(self, first: int, count: int) -> torch.Tensor | None:
         """Returns the places of what travels of a range of `flat`, counted in the range; None if all of it does."""
         return None if self.kept is None else torch.nonzero(self.kept.narrow(0, first, count), as_tuple=True)[0]
 
     def _where(self, vector: torch.Tensor) -> torch.Tensor:
         """Returns the places of what travels in a vector like `flat` or like `masters`."""
-        return self._places if vector.numel() == self.layout.elements else self._own_places
+        return self._kept_indices if vector.numel() == self.layout.elements else self._own_kept_indices
 
     def release_gradients(self) -> None:
         """Frees the memory of gradients, for sessions that leave gradients where torch puts them."""
@@ -314,31 +314,31 @@ class Bucket:
     # --- steps beside a running backward ------------------------------------------------------------------------------
 
     @property
-    def is_away(self) -> bool:
+    def uses_copy(self) -> bool:
         """Whether `flat` is other memory than that which the model computes with."""
-        return self._home is not None
+        return self._model_flat is not None
 
     @torch.no_grad()
-    def go_away(self) -> None:
+    def switch_to_copy(self) -> None:
         """Goes on in a copy of the parameters, so that the model's own stay as they are while it computes."""
-        if self._home is None:
-            if self._spare.shape != self.flat.shape:
-                self._spare = torch.empty_like(self.flat)
-            self._spare.copy_(self.flat)
-            self._home = self.flat
-            self._dwell(self._spare)
+        if self._model_flat is None:
+            if self._copy_flat.shape != self.flat.shape:
+                self._copy_flat = torch.empty_like(self.flat)
+            self._copy_flat.copy_(self.flat)
+            self._model_flat = self.flat
+            self._use_memory(self._copy_flat)
 
     @torch.no_grad()
-    def come_back(self) -> None:
+    def switch_to_model(self) -> None:
         """Gives the model the parameters of the copy, and goes on in its memory."""
-        if self._home is not None:
-            self._home.copy_(self.flat)
-            home, self._home = self._home, None
-            self._dwell(home)
+        if self._model_flat is not None:
+            self._model_flat.copy_(self.flat)
+            home, self._model_flat = self._model_flat, None
+            self._use_memory(home)
 
-    def _dwell(self, flat: torch.Tensor) -> None:
+    def _use_memory(self, flat: torch.Tensor) -> None:
         self.flat = flat
-        if not self.apart:
+        if not self.is_staged:
             self.host_flat = flat
         is_master = self.masters is self.own
         self.own = self.shard(flat, self.rank)
@@ -347,7 +347,7 @@ class Bucket:
 
     # --- to and from the network's memory -----------------------------------------------------------------------------
 
-    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> list[Moment]:
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> list[Event]:
         """Begins to copy what travels of a vector like `flat` or `masters` to the network's memory.
 
         The copy is complete when the returned moments have happened.
@@ -357,11 +357,11 @@ class Bucket:
         if not self.on_gpu:
             target.copy_(source)
             return []
-        visit = Visit(self.device)
+        visit = DeviceCopies(self.device)
         visit.fetch_into(target, source)
         return [event for event in (visit.fetched(),) if event is not None]
 
-    def bring(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_from_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies what came into a vector like `flat` or `masters`; on a GPU after all work on its current stream."""
         if self.kept is None:
             target.copy_(source, non_blocking=True)
@@ -373,7 +373,7 @@ class Bucket:
         values = vector if self.kept is None else vector.index_select(0, self._where(vector))
         return values.detach().to("cpu", copy=True)
 
-    def bring_others(self) -> None:
+    def copy_others_from_host(self) -> None:
         """Copies all parameters but this rank's shard from the network's memory."""
         first, count = self.spans[self.rank]
         for begin, end in ((0, first), (first + count, self.travels)):
@@ -381,16 +381,16 @@ class Bucket:
             if self.kept is None:
                 self.flat[begin:end].copy_(values, non_blocking=True)
             else:
-                self.flat.index_copy_(0, self._places[begin:end], values.to(self.device, non_blocking=True))
+                self.flat.index_copy_(0, self._kept_indices[begin:end], values.to(self.device, non_blocking=True))
 
-    def renew_host(self) -> None:
+    def refresh_host(self) -> None:
         """Gives the network's memory the parameters that the model has."""
-        if self.apart:
+        if self.is_staged:
             self.host_flat.copy_(self.taken(self.flat))
 
     def _host(self, like: torch.Tensor, travels: int) -> torch.Tensor:
         """Returns memory for what travels of a vector: the vector itself, unless the network's memory is apart."""
-        if not self.apart:
+        if not self.is_staged:
             return like
         return torch.zeros(travels, dtype=like.dtype, device="cpu", pin_memory=self.on_gpu)
 

@@ -7,7 +7,7 @@ import torch
 from stormtorch.policies.memory import Memory
 from stormtorch.policies.policy import applied
 
-Remembered = Callable[[int, int, int], Memory]
+ChunkMemory = Callable[[int, int, int], Memory]
 """Returns what a policy remembers of some chunks: given the first element, the number of chunks, and their size."""
 
 
@@ -25,7 +25,7 @@ def chunked(
     per_chunk: int,
     vectors: Sequence[torch.Tensor],
     numbers: Sequence[torch.Tensor | float | int] = (),
-    memory: Remembered | None = None,
+    memory: ChunkMemory | None = None,
 ) -> torch.Tensor:
     """Calls a function on the whole chunks of some vectors, and once more on a last chunk that is shorter.
 

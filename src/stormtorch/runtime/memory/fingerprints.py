@@ -13,18 +13,18 @@ import torch
 
 import stormtorch._engine as _engine
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.shard_state import Holding
+from stormtorch.runtime.memory.shard_state import ShardState
 
 _ROW = 256
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BITS = 24
 """Bits of a fingerprint that travels: a float32 holds them exactly."""
 
-Print = int | torch.Tensor
+Fingerprint = int | torch.Tensor
 """Fingerprint of one tensor. On a GPU it stays there, so that taking it does not wait for the GPU."""
 
 
-def of(values: torch.Tensor) -> Print:
+def of(values: torch.Tensor) -> Fingerprint:
     """Takes the fingerprint of a tensor's values."""
     flat = values.detach().reshape(-1)
     if flat.device.type == "cpu":
@@ -43,7 +43,7 @@ def sums(flat: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows.sum(0), (rows.sum(1) * weights).sum().view(1), bits[whole:].long()])
 
 
-def same(one: Sequence[Print], other: Sequence[Print]) -> bool:
+def same(one: Sequence[Fingerprint], other: Sequence[Fingerprint]) -> bool:
     """Whether two lists of fingerprints of equally large tensors are equal."""
     return all(
         torch.equal(left, right)
@@ -53,29 +53,29 @@ def same(one: Sequence[Print], other: Sequence[Print]) -> bool:
     )
 
 
-def number(prints: Sequence[Print]) -> int:
+def number(prints: Sequence[Fingerprint]) -> int:
     """Folds fingerprints into one number that may travel."""
     folded = 0
     for each in prints:
-        told = bytes(each.cpu().numpy()) if isinstance(each, torch.Tensor) else each.to_bytes(8, "little")
-        folded = zlib.crc32(told, folded)
+        raw = bytes(each.cpu().numpy()) if isinstance(each, torch.Tensor) else each.to_bytes(8, "little")
+        folded = zlib.crc32(raw, folded)
     return folded & ((1 << _BITS) - 1)
 
 
-def of_holding(holding: Holding) -> tuple[int, int]:
+def of_shard_state(shard_state: ShardState) -> tuple[int, int]:
     """Returns fingerprints of a shard's values and of the optimizer's state of it, as numbers that may travel."""
-    return number([of(each) for each in holding.masters]), _of_state(holding)
+    return number([of(each) for each in shard_state.masters]), _of_state(shard_state)
 
 
-def _of_state(holding: Holding) -> int:
-    prints: list[Print] = []
-    for bucket, layout in enumerate(holding.layouts):
-        for piece in layout.pieces(holding.shard):
-            _add(prints, holding.state_of(bucket, piece))
+def _of_state(shard_state: ShardState) -> int:
+    prints: list[Fingerprint] = []
+    for bucket, layout in enumerate(shard_state.layouts):
+        for piece in layout.pieces(shard_state.shard):
+            _add(prints, shard_state.state_of(bucket, piece))
     return number(prints)
 
 
-def _add(prints: list[Print], value: Any) -> None:
+def _add(prints: list[Fingerprint], value: Any) -> None:
     if isinstance(value, torch.Tensor):
         prints.append(of(value))
     elif isinstance(value, dict):
@@ -89,7 +89,7 @@ def _add(prints: list[Print], value: Any) -> None:
         prints.append(zlib.crc32(repr(value).encode()))
 
 
-class Seal:
+class ChangeDetector:
     """What a shard was when its optimizer had stepped, so that later changes by the program are seen.
 
     State is not read: it counts as changed if there are other objects, or other versions of the same tensors.
@@ -99,36 +99,36 @@ class Seal:
         holding: The shard.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], holding: Holding) -> None:
-        self.values = [of(each) for each in holding.masters]
+    def __init__(self, buckets: Sequence[Bucket], shard_state: ShardState) -> None:
+        self.values = [of(each) for each in shard_state.masters]
         """Fingerprints of the float32 values, by bucket."""
         self._shown = _shown(buckets)
         # It keeps the objects, so that no other one can take the place of one unnoticed.
-        self._contents = _contents(holding)
+        self._contents = _contents(shard_state)
 
-    def values_changed(self, buckets: Sequence[Bucket], holding: Holding) -> bool:
+    def values_changed(self, buckets: Sequence[Bucket], shard_state: ShardState) -> bool:
         """Whether parameters have changed since, those of the model or those of the optimizer."""
-        now = [of(each) for each in holding.masters]
+        now = [of(each) for each in shard_state.masters]
         return not same(now, self.values) or not same(_shown(buckets), self._shown)
 
-    def state_changed(self, holding: Holding) -> bool:
+    def state_changed(self, shard_state: ShardState) -> bool:
         """Whether the optimizer's state has changed since."""
-        now = _contents(holding)
+        now = _contents(shard_state)
         return len(now) != len(self._contents) or any(
             name != name_before or value is not before or version != version_before
             for (name, value, version), (name_before, before, version_before) in zip(now, self._contents, strict=True)
         )
 
 
-def _shown(buckets: Sequence[Bucket]) -> list[Print]:
+def _shown(buckets: Sequence[Bucket]) -> list[Fingerprint]:
     """Takes the fingerprints of what the model computes with, where the optimizer has values of more bits."""
     return [of(each.own) for each in buckets if each.masters is not each.own]
 
 
-def _contents(holding: Holding) -> list[tuple[str, Any, int]]:
+def _contents(shard_state: ShardState) -> list[tuple[str, Any, int]]:
     return [
         (name, value, value._version if isinstance(value, torch.Tensor) else 0)
-        for bucket, layout in enumerate(holding.layouts)
-        for piece in layout.pieces(holding.shard)
-        for name, value in holding.state_of(bucket, piece).items()
+        for bucket, layout in enumerate(shard_state.layouts)
+        for piece in layout.pieces(shard_state.shard)
+        for name, value in shard_state.state_of(bucket, piece).items()
     ]

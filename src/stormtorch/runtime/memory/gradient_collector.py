@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from stormtorch.exchange.waiting import BACKWARD, doing
+from stormtorch.exchange.waiting import BACKWARD, in_call
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.gradient_norms import Norms
-from stormtorch.runtime.memory.visible_gradients import Shown
+from stormtorch.runtime.memory.gradient_norms import GradientNorms
+from stormtorch.runtime.memory.visible_gradients import VisibleGradients
 
 
 class GradientCollector:
@@ -30,7 +30,7 @@ class GradientCollector:
         buckets: Sequence[Bucket],
         start: Callable[[Bucket], None],
         finish: Callable[[], None],
-        norms: Norms | None = None,
+        norms: GradientNorms | None = None,
     ) -> None:
         self._allowed = True
         self.wanted: Callable[[], bool] = lambda: True
@@ -58,19 +58,23 @@ class GradientCollector:
         for bucket in buckets:
             views = [each.data for each in bucket.grad_views]  # no views to torch, so that detach_() works
             if norms is not None:
-                views = [norms.gradient(bucket, place) for place in range(len(views))]
+                views = [norms.gradient(bucket, position) for position in range(len(views))]
             self._views.append(views)
-            for place, parameter in enumerate(bucket.parameters):
-                before, after = self._hooks(bucket.index, place)
+            for position, parameter in enumerate(bucket.parameters):
+                before, after = self._hooks(bucket.index, position)
                 parameter.register_hook(before)  # type: ignore[no-untyped-call]  # torch's, and the next one
                 handle = parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
                 self._numbers[bucket.index].append(handle.id)
 
-        self.shown = Shown(buckets, self._views)
+        self.visible_gradients = VisibleGradients(buckets, self._views)
         """What the program sees of averaged gradients, where this rank has those of its shard alone."""
         if norms is not None:
-            norms.settle, norms.again, norms.averaged = self.settle, self.shown.again, lambda: self.reduced
-            self.shown.foreign = norms.set_otherwise
+            norms.settle, norms.refresh, norms.averaged = (
+                self.settle,
+                self.visible_gradients.refresh,
+                lambda: self.reduced,
+            )
+            self.visible_gradients.on_replaced = norms.warn_replaced
 
     @property
     def syncing(self) -> bool:
@@ -79,7 +83,9 @@ class GradientCollector:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def _hooks(self, index: int, place: int) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+    def _hooks(
+        self, index: int, position: int
+    ) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
         # Python's garbage collector does not see that parameters hold their hooks, so hooks must not hold parameters.
         found = weakref.ref(self)
 
@@ -87,21 +93,21 @@ class GradientCollector:
             gradients = found()
             if gradients is None:
                 return
-            gradients._come_last(index, place)
+            gradients._move_hook_last(index, position)
             if gradients.reduced or gradients._running:
                 gradients._expect(gradients._buckets[index])
 
         def after(parameter: torch.Tensor) -> None:
             gradients = found()
             if gradients is not None:
-                gradients._take(gradients._buckets[index], place, parameter)
+                gradients._on_gradient(gradients._buckets[index], position, parameter)
 
         return before, after
 
-    def _come_last(self, index: int, place: int) -> None:
+    def _move_hook_last(self, index: int, position: int) -> None:
         """Has torch take a parameter's gradient after all hooks of the program, also after those that came later."""
-        hooks = self._buckets[index].parameters[place]._post_accumulate_grad_hooks
-        number = self._numbers[index][place]
+        hooks = self._buckets[index].parameters[position]._post_accumulate_grad_hooks
+        number = self._numbers[index][position]
         if hooks and number in hooks and next(reversed(hooks)) != number:
             hooks[number] = hooks.pop(number)
 
@@ -112,14 +118,14 @@ class GradientCollector:
             self.complete()
         if self.reduced:
             # For all buckets at once: the first parameter to get a gradient may have had none, but later ones had.
-            self._carry()
+            self._set_aside()
 
-    def _take(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, bucket: Bucket, position: int, parameter: torch.Tensor) -> None:
         if parameter.dtype != bucket.dtype:
-            bucket.bring_home()
+            bucket.reattach_parameters()
         if not self.syncing:
-            if parameter.grad is not self._views[bucket.index][place]:
-                self._place(bucket, place, parameter)
+            if parameter.grad is not self._views[bucket.index][position]:
+                self._store_gradient(bucket, position, parameter)
             return
         if not self._running:
             self._begin()
@@ -128,16 +134,16 @@ class GradientCollector:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         awaited = self._awaited[bucket.index]
-        awaited.discard(place)
+        awaited.discard(position)
         if not awaited and not self._started[bucket.index]:
             self._launch(bucket)
 
-    def _place(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
-        given, view = parameter.grad, self._views[bucket.index][place]
+    def _store_gradient(self, bucket: Bucket, position: int, parameter: torch.Tensor) -> None:
+        given, view = parameter.grad, self._views[bucket.index][position]
         assert given is not None
-        bucket.bring_gradient_home(place, view, keep=False)
+        bucket.reattach_gradient(position, view, keep=False)
         with torch.no_grad():  # backward(create_graph=True) enables gradients
-            bucket.grad_views[place].copy_(given.to_dense() if given.is_sparse else given)
+            bucket.grad_views[position].copy_(given.to_dense() if given.is_sparse else given)
         parameter.grad = view
 
     def _begin(self) -> None:
@@ -168,35 +174,35 @@ class GradientCollector:
             if not self._started[bucket.index]:
                 self._launch(bucket)
         self._running = False
-        with doing(BACKWARD):
+        with in_call(BACKWARD):
             self._finish()
         for index, carried in self._carried.items():
             self._buckets[index].own_grads.add_(carried)
         self._carried.clear()
         if self._sharded:
-            self.shown.show()
+            self.visible_gradients.show()
         self.reduced = True
 
     def _launch(self, bucket: Bucket) -> None:
         self._started[bucket.index] = True
-        bucket.bring_home()
+        bucket.reattach_parameters()
         self._used[bucket.index] = bucket.collect(self._views[bucket.index])
         self._start(bucket)
 
-    def _carry(self) -> None:
+    def _set_aside(self) -> None:
         """Sets averaged gradients aside, as backward is about to add to them: only what is new will be exchanged."""
         self.reduced = False
         if not self._sharded:
             return  # every rank has the whole mean, and exchanging it again does not change it
-        self.shown.settle(replace=True)
+        self.visible_gradients.settle(replace=True)
         for bucket in self._buckets:
             if all(parameter.grad is None for parameter in bucket.parameters):
                 continue
             carried = bucket.step_grads.clone()
-            for place, parameter in enumerate(bucket.parameters):
+            for position, parameter in enumerate(bucket.parameters):
                 if parameter.grad is None:
                     for piece in bucket.pieces():
-                        if piece.parameter == bucket.layout.slots[place].parameter:
+                        if piece.parameter == bucket.layout.slots[position].parameter:
                             bucket.within_own(piece, carried).zero_()
             earlier = self._carried.get(bucket.index)
             self._carried[bucket.index] = carried if earlier is None else carried.add_(earlier)
@@ -206,7 +212,7 @@ class GradientCollector:
 
     def settle(self, *, replace: bool = True) -> bool:
         """Takes what the program has made of averaged gradients. Returns whether it has changed any by itself."""
-        return self.reduced and self.shown.settle(replace=replace)
+        return self.reduced and self.visible_gradients.settle(replace=replace)
 
     def present(self, before: Sequence[bool]) -> list[bool]:
         """Returns whether each parameter has a gradient now.
@@ -232,11 +238,11 @@ class GradientCollector:
         """Whether this backward has begun the exchange of a bucket."""
         return self._running and self._started[bucket.index]
 
-    def came(self, bucket: Bucket) -> bool:
+    def received(self, bucket: Bucket) -> bool:
         """Whether this backward has brought a gradient for one of a bucket's parameters."""
         return self._running and len(self._awaited[bucket.index]) < len(bucket.parameters)
 
-    def recut(self) -> bool:
+    def repartition(self) -> bool:
         """Drops averaged gradients of earlier backwards, as shards were cut anew. Returns whether there were any."""
         carried = bool(self._carried)
         self._carried.clear()
@@ -245,9 +251,9 @@ class GradientCollector:
     def show(self, used: Sequence[bool]) -> None:
         """Gives every parameter that any rank has used a gradient, as it would have in a single process."""
         for bucket in self._buckets:
-            for place, slot in enumerate(bucket.layout.slots):
-                if used[slot.parameter] and bucket.parameters[place].grad is None:
-                    bucket.parameters[place].grad = self._views[bucket.index][place]
+            for position, slot in enumerate(bucket.layout.slots):
+                if used[slot.parameter] and bucket.parameters[position].grad is None:
+                    bucket.parameters[position].grad = self._views[bucket.index][position]
 
     def clear(self, set_to_none: bool) -> None:
         """Forgets all gradients."""

@@ -1,12 +1,12 @@
 """Norms of gradients whose shards lie on different ranks.
 
-After backward, a rank has the averaged gradient of its own shard only. A parameter's `grad` is then a `Gradient`: a
+After backward, a rank has the averaged gradient of its own shard only. A parameter's `grad` is then a `ShardedGradient`: a
 tensor like any other, except that `torch.linalg.vector_norm` of it, which `torch.nn.utils.clip_grad_norm_` calls, and
 `norm()` are the norm of the averaged gradient over all ranks. So all ranks must compute it, as all must call
 `clip_grad_norm_`. Other sums and means over elements are this rank's own, which a warning says once; they are known by
-what is computed from a `Gradient`, which stays a `Part` of one.
+what is computed from a `ShardedGradient`, which stays a `PartialGradient` of one.
 
-Where the optimizer's gradient is in other memory, an operation that changes a `Gradient` in place, as clipping does, is
+Where the optimizer's gradient is in other memory, an operation that changes a `ShardedGradient` in place, as clipping does, is
 repeated there.
 """
 
@@ -26,7 +26,7 @@ from torch import nn
 from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.errors import StormError
-from stormtorch.exchange.waiting import doing
+from stormtorch.exchange.waiting import in_call
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.layout import Piece
 from stormtorch.runtime.memory.personal import is_personal
@@ -46,16 +46,16 @@ _OVER_ELEMENTS = frozenset(_MIXING.split())
 """Operations whose results mix elements."""
 
 
-class Part(torch.Tensor):
+class PartialGradient(torch.Tensor):
     """What a program has computed from gradients: right only for the elements that this rank owns."""
 
-    home: weakref.ref[Norms]
+    norms_ref: weakref.ref[GradientNorms]
     parameter: int = -1
 
     @property
-    def norms(self) -> Norms:
+    def norms(self) -> GradientNorms:
         """Computes the norm. Held weakly, as the garbage collector does not see that a parameter holds its gradient."""
-        norms = self.home()
+        norms = self.norms_ref()
         assert norms is not None, "the optimizer of this model is gone"
         return norms
 
@@ -78,20 +78,20 @@ class Part(torch.Tensor):
         if func is torch._foreach_norm:
             order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
             return tuple(torch.linalg.vector_norm(each, order) for each in args[0])
-        asked = _norm_asked(func, args, kwargs)
-        if asked is not None and isinstance(args[0], Part) and args[0].norms.knows(args[0]):
-            return args[0].norms.of(args[0].parameter, asked)
-        if func is torch.Tensor.detach_ and isinstance(args[0], Gradient):
+        requested = _requested_order(func, args, kwargs)
+        if requested is not None and isinstance(args[0], PartialGradient) and args[0].norms.knows(args[0]):
+            return args[0].norms.of(args[0].parameter, requested)
+        if func is torch.Tensor.detach_ and isinstance(args[0], ShardedGradient):
             return args[0]  # torch detaches no view in place, and it has no graph
         with torch._C.DisableTorchFunctionSubclass():
             name = getattr(func, "__name__", "")
             if not _in_place(name):
                 result = func(*args, **kwargs)
-                return _told(name, result, args, kwargs)
+                return _mark_result(name, result, args, kwargs)
             targets = args[0] if isinstance(args[0], list | tuple) else args[:1]
             if any(isinstance(each, nn.Parameter) for each in targets):
-                _told(name, None, args, kwargs)
-            parts = [each for each in targets if isinstance(each, Part)]
+                _mark_result(name, None, args, kwargs)
+            parts = [each for each in targets if isinstance(each, PartialGradient)]
             changed = [each for each in parts if each.norms.change_own(each, func, args, kwargs)]
             result = func(*args, **kwargs)
             for each in changed:
@@ -99,7 +99,7 @@ class Part(torch.Tensor):
             return result
 
 
-class Gradient(Part):
+class ShardedGradient(PartialGradient):
     """A parameter's gradient on this rank: averaged only where the rank owns it, but with the norm of the whole."""
 
 
@@ -107,7 +107,7 @@ def _in_place(name: str) -> bool:
     return name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
 
 
-def _norm_asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+def _requested_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     """Returns the order of the norm over all elements that is asked for; None if it is something else."""
     if func is torch.linalg.vector_norm:
         known, order = "ord", 2.0
@@ -126,16 +126,16 @@ def _norm_asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> flo
     return 2.0 if given in ("fro", None) else float(given) if isinstance(given, int | float) else None
 
 
-def _told(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _mark_result(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Marks what was computed from gradients as parts of them, and has it said where it mixes elements."""
     part = _first((*args, *kwargs.values()))
     if part is None or torch._C._current_graph_task_id() != -1:
         return result
-    norms = part.home()
+    norms = part.norms_ref()
     if norms is None or not norms.averaged() or norms.group.size == 1:
         return result
     if name in _OVER_ELEMENTS or result is None:
-        norms.mixed(name)
+        norms.warn_mixed(name)
         return result
     if type(result) is torch.Tensor:
         return _marked(result, part)
@@ -144,19 +144,23 @@ def _told(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return result
 
 
-def _marked(result: torch.Tensor, part: Part) -> torch.Tensor:
+def _marked(result: torch.Tensor, part: PartialGradient) -> torch.Tensor:
     if not result.is_floating_point() or not result.dim():
         return result
     same = part.parameter >= 0 and result.numel() == part.numel()
-    kind = Gradient if same and isinstance(part, Gradient) and result.data_ptr() == part.data_ptr() else Part
+    kind = (
+        ShardedGradient
+        if same and isinstance(part, ShardedGradient) and result.data_ptr() == part.data_ptr()
+        else PartialGradient
+    )
     marked = result.as_subclass(kind)
-    marked.home, marked.parameter = part.home, part.parameter if same else -1
+    marked.norms_ref, marked.parameter = part.norms_ref, part.parameter if same else -1
     return marked
 
 
-def _first(values: Iterable[Any]) -> Part | None:
+def _first(values: Iterable[Any]) -> PartialGradient | None:
     for each in values:
-        if isinstance(each, Part):
+        if isinstance(each, PartialGradient):
             return each
         if isinstance(each, list | tuple):
             found = _first(each)
@@ -178,7 +182,7 @@ class Clip:
         return (self.max_norm / (total + 1e-6)).clamp(max=1.0)
 
 
-class Norms:
+class GradientNorms:
     """The norms of all parameters' gradients, computed in one exchange of all ranks.
 
     Args:
@@ -217,25 +221,25 @@ class Norms:
         """Called before a bucket's averaged gradients change, as they may be on their way to a standby."""
         self.settle: Callable[..., bool] = lambda **_: False
         """Takes what the program has made of its gradients."""
-        self.again: Callable[[Bucket], None] = lambda _bucket: None
+        self.refresh: Callable[[Bucket], None] = lambda _bucket: None
         """Shows the program what the optimizer's gradients of a bucket have become."""
         self.averaged: Callable[[], bool] = lambda: False
         """Returns whether the program sees averaged gradients."""
         self._members: dict[int, nn.Parameter] = {}
-        self._said: set[str] = set()
-        self.lacking: Callable[[Sequence[int]], None] = lambda _ranks: None
+        self._warned: set[str] = set()
+        self.on_missing: Callable[[Sequence[int]], None] = lambda _ranks: None
         """Called with the ranks of the transport that were gone before they had told their part of a norm."""
 
-    def gradient(self, bucket: Bucket, place: int) -> Gradient:
+    def gradient(self, bucket: Bucket, position: int) -> ShardedGradient:
         """Returns a parameter's gradient as a tensor that asks this object for its norm."""
-        gradient = bucket.grad_views[place].as_subclass(Gradient)
-        gradient.home, gradient.parameter = weakref.ref(self), bucket.layout.slots[place].parameter
+        gradient = bucket.grad_views[position].as_subclass(ShardedGradient)
+        gradient.norms_ref, gradient.parameter = weakref.ref(self), bucket.layout.slots[position].parameter
         return gradient
 
     def of(self, parameter: int, order: float) -> torch.Tensor:
         """Returns the norm of one gradient. An exchange computes all norms; asking for one twice makes another."""
         if order != self._order or parameter in self._served:
-            self._norms, self._order = list(self._ask(order).unbind()), order
+            self._norms, self._order = list(self._compute(order).unbind()), order
             self._served.clear()
         self._served.add(parameter)
         return self._norms[parameter]
@@ -244,11 +248,13 @@ class Norms:
         """Drops computed norms, as gradients have changed."""
         self._order = math.nan
 
-    def knows(self, part: Part) -> bool:
+    def knows(self, part: PartialGradient) -> bool:
         """Whether a tensor is a gradient of which norms are taken over all ranks."""
         if torch._C._current_graph_task_id() != -1:
             return False  # a hook of the program looks at it in the middle of a backward
-        return isinstance(part, Gradient) or (part.parameter >= 0 and self._parameter(part.parameter).grad is part)
+        return isinstance(part, ShardedGradient) or (
+            part.parameter >= 0 and self._parameter(part.parameter).grad is part
+        )
 
     def _parameter(self, number: int) -> torch.Tensor:
         if not self._members:
@@ -258,9 +264,9 @@ class Norms:
                 )
         return self._members[number]
 
-    def mixed(self, what: str) -> None:
+    def warn_mixed(self, what: str) -> None:
         """Says once that what the program computes is not the same on all ranks."""
-        self._say(
+        self._warn_once(
             "mixed",
             f"the program computes {what!r} from gradients between backward and step. They are averaged only where "
             "this rank owns them, so that every rank gets another result: clip by clip_grad_norm_, take norms by "
@@ -268,18 +274,18 @@ class Norms:
             "policy=GradientAveraging(reliability=EXACT), under which every rank has all averaged gradients",
         )
 
-    def set_otherwise(self) -> None:
+    def warn_replaced(self) -> None:
         """Says once that the program has set gradients that it has not computed from the averaged ones."""
         if self.group.size > 1:
-            self._say(
+            self._warn_once(
                 "set",
                 "the program has set p.grad between backward and step to a tensor that is not computed from it: each "
                 "rank uses the part of it that it owns, and clip_grad_norm_ of it is by a norm of this rank alone",
             )
 
-    def _say(self, key: str, words: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
+    def _warn_once(self, key: str, words: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
             _log.warning("rank %d: %s", self.group.rank, words)
 
     def scale_own(self, parameters: set[int], factor: torch.Tensor) -> None:
@@ -289,7 +295,7 @@ class Norms:
             self.settle()
             self._scale(parameters, factor)
             for bucket in self._buckets:
-                self.again(bucket)
+                self.refresh(bucket)
 
     def _scale(self, parameters: Iterable[int], factor: torch.Tensor) -> None:
         for parameter in parameters:
@@ -305,7 +311,7 @@ class Norms:
         self._scale(clip.parameters, clip.factor(total))
 
     def change_own(
-        self, gradient: Part, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, gradient: PartialGradient, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Repeats an in-place operation on a gradient, alone or in a list, where the optimizer has other memory.
 
@@ -313,11 +319,11 @@ class Norms:
         """
         self.forget()
         own_pieces = self._pieces_apart(gradient)
-        if self.idle or not self.averaged() or not isinstance(gradient, Gradient) or not own_pieces:
+        if self.idle or not self.averaged() or not isinstance(gradient, ShardedGradient) or not own_pieces:
             return False
         self.settle(replace=False)
         several = isinstance(args[0], list | tuple)
-        place = next((at for at, each in enumerate(args[0]) if each is gradient), 0) if several else 0
+        position = next((at for at, each in enumerate(args[0]) if each is gradient), 0) if several else 0
         given = [*args[1:], *kwargs.values()]
         if any(isinstance(each, torch.Tensor) and each.dim() and each.shape != gradient.shape for each in given):
             return False
@@ -325,7 +331,7 @@ class Norms:
 
             def part(value: Any, piece: Piece = piece) -> Any:
                 if several and isinstance(value, list | tuple):
-                    return [part(value[place])]
+                    return [part(value[position])]
                 if not isinstance(value, torch.Tensor) or value.shape != gradient.shape:
                     return value
                 return value.reshape(-1)[piece.offset : piece.offset + piece.count]
@@ -336,12 +342,12 @@ class Norms:
             func([own] if several else own, *(part(value) for value in args[1:]), **rest)
         return True
 
-    def show(self, gradient: Part) -> None:
+    def show(self, gradient: PartialGradient) -> None:
         """Shows the program what an operation has made of the optimizer's copy of a gradient, which has more bits."""
         for bucket, _ in self._pieces_apart(gradient):
-            self.again(bucket)
+            self.refresh(bucket)
 
-    def _pieces_apart(self, gradient: Part) -> list[tuple[Bucket, Piece]]:
+    def _pieces_apart(self, gradient: PartialGradient) -> list[tuple[Bucket, Piece]]:
         """Returns this rank's pieces of a parameter that the optimizer has in other memory than the program."""
         pieces = self._pieces().get(gradient.parameter, ())
         return [(bucket, piece) for bucket, piece in pieces if bucket.step_grads is bucket.own_grads]
@@ -361,7 +367,7 @@ class Norms:
         self.forget()
 
     @torch.no_grad()
-    def _ask(self, order: float) -> torch.Tensor:
+    def _compute(self, order: float) -> torch.Tensor:
         if self.refusal is not None and not self.clipping:
             raise StormError(self.refusal)
         self._complete()
@@ -382,11 +388,11 @@ class Norms:
                 own_P[piece.parameter] = norm**order if finite else norm
         all_NP = [torch.zeros(self._parameters, device="cpu") for _ in range(group.size)]
         all_NP[group.rank].copy_(own_P)
-        with doing("clip_grad_norm_()"):
+        with in_call("clip_grad_norm_()"):
             arrivals = collectives.all_gather(group, all_NP, all_NP[group.rank]).wait()
         links = [each for arrival in arrivals for each in arrival.links().items()]
         if gone := [rank for rank, (chunks, arrived) in links if arrived < chunks]:
-            self.lacking(gone)
+            self.on_missing(gone)
         together = torch.stack(all_NP).to(device)
         norms_P = together.sum(0) ** (1.0 / order) if finite else together.amax(0)
         if self.refusal is not None:
@@ -428,7 +434,7 @@ def clip_grad_norm_(
         total = clip_grad_norm_(rest, max_norm, norm_type, error_if_nonfinite, foreach)
         torch.nn.utils.clip_grad_norm_(personal, max_norm, norm_type, error_if_nonfinite, foreach)
         return total
-    gradients = [each.grad for each in given if isinstance(each.grad, Gradient)]
+    gradients = [each.grad for each in given if isinstance(each.grad, ShardedGradient)]
     if not gradients or len(gradients) < sum(each.grad is not None for each in given):
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     # A model with several optimizers has gradients of several kinds.

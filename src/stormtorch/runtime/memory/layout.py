@@ -9,7 +9,7 @@ from stormtorch.collectives.base.spans import shards
 
 # Every parameter begins at a multiple of this, as a tensor of its own would.
 _ALIGNMENT_BYTES = 64
-PARTS = 1 << 12
+SHARE_UNITS = 1 << 12
 """Parts in which shares of different sizes are counted, so that all ranks cut alike."""
 
 
@@ -54,13 +54,13 @@ class Layout:
         return pieces
 
 
-def recut(
+def repartition(
     layout: Layout,
     element_bytes: int,
     owners: int,
     *,
     whole: bool,
-    turn: int = 0,
+    first_owner: int = 0,
     parts: Sequence[int] | None = None,
 ) -> Layout:
     """Returns a layout with the same places of parameters, cut into shards for other owners.
@@ -70,35 +70,35 @@ def recut(
         element_bytes: Bytes per element.
         owners: Number of shards from now on.
         whole: Whether shards must not cut through parameters.
-        turn: Owner of the first shard where shards are whole parameters. Buckets with few parameters should differ in
+        first_owner: Owner of the first shard where shards are whole parameters. Buckets with few parameters should differ in
             it, so that not all of them belong to the same owner.
-        parts: Share of each owner, in parts of `PARTS`; None gives all the same.
+        parts: Share of each owner, in parts of `SHARE_UNITS`; None gives all the same.
     """
     if not whole:
         if parts is None:
             spans = shards(layout.elements, element_bytes, owners)
         else:
-            spans = _in_parts(layout.elements, max(_ALIGNMENT_BYTES // element_bytes, 1), parts)
+            spans = _spans_by_share(layout.elements, max(_ALIGNMENT_BYTES // element_bytes, 1), parts)
         return Layout(layout.elements, layout.slots, tuple(spans))
     ends = [slot.first for slot in layout.slots[1:]] + [layout.elements]
     cuts = [0]
     given = 0
     for shard in range(1, owners):
-        given += 0 if parts is None else parts[(shard - 1 + turn) % owners]
-        wanted = layout.elements * (shard / owners if parts is None else given / PARTS)
+        given += 0 if parts is None else parts[(shard - 1 + first_owner) % owners]
+        wanted = layout.elements * (shard / owners if parts is None else given / SHARE_UNITS)
         nearest = min((0, *ends), key=lambda end: abs(end - wanted))
         cuts.append(max(nearest, cuts[-1]))
     cuts.append(layout.elements)
     spans = [(0, 0)] * owners
     for shard, (begin, end) in enumerate(itertools.pairwise(cuts)):
-        spans[(shard + turn) % owners] = (begin, end - begin)
+        spans[(shard + first_owner) % owners] = (begin, end - begin)
     return Layout(layout.elements, layout.slots, tuple(spans))
 
 
-def _in_parts(elements: int, align: int, parts: Sequence[int]) -> list[tuple[int, int]]:
+def _spans_by_share(elements: int, align: int, parts: Sequence[int]) -> list[tuple[int, int]]:
     """Cuts a vector into shards of given sizes, at multiples of `align`. Some may be empty."""
     units = -(-elements // align)
-    ends = [min(round(units * sum(parts[: place + 1]) / PARTS) * align, elements) for place in range(len(parts))]
+    ends = [min(round(units * sum(parts[: place + 1]) / SHARE_UNITS) * align, elements) for place in range(len(parts))]
     return [(begin, end - begin) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
@@ -127,7 +127,7 @@ def plan(counts: Sequence[int], element_bytes: int, bucket_bytes: float, owners:
 
 
 def _by_elements(bucket: list[int], counts: Sequence[int], element_bytes: int, loads: list[tuple[int, int]]) -> Layout:
-    slots, elements = _line_up(bucket, counts, element_bytes, 0)
+    slots, elements = _align_slots(bucket, counts, element_bytes, 0)
     return Layout(elements, tuple(slots), tuple(shards(elements, element_bytes, len(loads))))
 
 
@@ -145,13 +145,13 @@ def _by_parameters(
     end = 0
     for parameters in owned:
         begin = end
-        more, end = _line_up(parameters, counts, element_bytes, begin)
+        more, end = _align_slots(parameters, counts, element_bytes, begin)
         slots += more
         spans.append((begin, end - begin))
     return Layout(end, tuple(slots), tuple(spans))
 
 
-def _line_up(bucket: list[int], counts: Sequence[int], element_bytes: int, first: int) -> tuple[list[Slot], int]:
+def _align_slots(bucket: list[int], counts: Sequence[int], element_bytes: int, first: int) -> tuple[list[Slot], int]:
     align = max(_ALIGNMENT_BYTES // element_bytes, 1)
     slots = []
     for parameter in bucket:

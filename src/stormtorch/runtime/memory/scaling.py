@@ -60,7 +60,7 @@ def watch_scalers() -> None:
         if self.is_enabled() and not torch.compiler.is_compiling():
             now = self._get_scale_async()
             if now is not None:
-                _note(weakref.ref(self), now.detach().clone(), scaled)
+                _watch_backward(weakref.ref(self), now.detach().clone(), scaled)
         return scaled
 
     plain_unscale = torch.amp.GradScaler.unscale_
@@ -76,7 +76,7 @@ def watch_scalers() -> None:
     torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
 
 
-def _note(scaler: weakref.ref[torch.amp.GradScaler], scale: torch.Tensor, scaled: Any) -> None:
+def _watch_backward(scaler: weakref.ref[torch.amp.GradScaler], scale: torch.Tensor, scaled: Any) -> None:
     def began(_gradient: torch.Tensor) -> None:
         thread, task = threading.get_ident(), torch._C._current_graph_task_id()
         _running[thread] = _Scaled(task, scaler, scale)
@@ -84,7 +84,7 @@ def _note(scaler: weakref.ref[torch.amp.GradScaler], scale: torch.Tensor, scaled
 
     for each in scaled if isinstance(scaled, list | tuple) else [scaled]:
         if isinstance(each, list | tuple):
-            _note(scaler, scale, each)
+            _watch_backward(scaler, scale, each)
         elif isinstance(each, torch.Tensor) and each.requires_grad:
             each.register_hook(began)  # type: ignore[no-untyped-call]  # torch's
 
@@ -106,11 +106,11 @@ class LossScale:
 
     def __init__(self) -> None:
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
-        self._given: torch.Tensor | None = None
+        self._used_scale: torch.Tensor | None = None
         """Scale that the gradients of this backward have been computed with; None if none has come."""
         self._bare = False
         """Whether gradients have come of a loss that no scaler has scaled."""
-        self._coming: Scale | None = None
+        self._incoming_scale: Scale | None = None
         """What the others have, and this rank's scaler does not yet."""
         self._wanted: float | None = None
         """Scale that this rank's gradients get before they leave; None leaves them as they are."""
@@ -122,19 +122,19 @@ class LossScale:
 
     # --- views --------------------------------------------------------------------------------------------------------
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """Returns what this rank tells newcomers; nothing if it knows of no scale."""
         state = self._state()
         return "" if state is None else f"{state.scale!r} {state.growth!r}"
 
-    def come(self, told: str) -> None:
+    def joined(self, reported: str) -> None:
         """Takes the scale of the others, as this rank has just come in or was away."""
         try:
-            scale, growth = map(float, told.split())
+            scale, growth = map(float, reported.split())
         except ValueError:
             return
         if 0.0 < scale <= _MOST and 0.0 <= growth <= MOST_GROWTH:
-            self._coming = Scale(scale, growth)
+            self._incoming_scale = Scale(scale, growth)
 
     # --- a backward and its round -------------------------------------------------------------------------------------
 
@@ -144,9 +144,9 @@ class LossScale:
         self._bare = found is None
         self._at.clear()
         if found is not None:
-            if found.scale is not self._given:
+            if found.scale is not self._used_scale:
                 self._wanted = None
-            self._scaler, self._given = found.scaler, found.scale
+            self._scaler, self._used_scale = found.scaler, found.scale
 
     def left_out(self) -> None:
         """Called when this rank's gradients become zeros, which have every scale."""
@@ -154,18 +154,18 @@ class LossScale:
 
     def fit(self, bucket: Bucket) -> None:
         """Gives the gradients of a bucket the scale of the others, before they leave."""
-        if self._coming is not None or self._wanted is not None:
+        if self._incoming_scale is not None or self._wanted is not None:
             self._fit(bucket)
 
     @torch.no_grad()
     def _fit(self, bucket: Bucket) -> None:
-        if self._coming is not None and self._given is not None and not self._bare:
-            self._wanted = self._coming.scale
-            self._adopt(self._coming)
-        if self._wanted is None or self._given is None:
+        if self._incoming_scale is not None and self._used_scale is not None and not self._bare:
+            self._wanted = self._incoming_scale.scale
+            self._adopt(self._incoming_scale)
+        if self._wanted is None or self._used_scale is None:
             return
         before = self._at.get(bucket.index)
-        before = float(self._given) if before is None else before
+        before = float(self._used_scale) if before is None else before
         if before != self._wanted:
             bucket.grads.mul_(self._wanted / before)
         self._at[bucket.index] = self._wanted
@@ -178,11 +178,11 @@ class LossScale:
         if self._bare:
             # Zeros have every scale: ranks without data send some.
             return Scale(0.0) if any(bool(bucket.grads.any()) for bucket in buckets) else UNKNOWN
-        if state is None or self._coming is not None:
-            return UNKNOWN if self._coming is None else self._coming
-        if self._given is None:
+        if state is None or self._incoming_scale is not None:
+            return UNKNOWN if self._incoming_scale is None else self._incoming_scale
+        if self._used_scale is None:
             return state
-        return Scale(float(self._given) if self._wanted is None else self._wanted, state.growth)
+        return Scale(float(self._used_scale) if self._wanted is None else self._wanted, state.growth)
 
     def agree(self, scales: Mapping[int, Scale]) -> str:
         """Has all ranks go on with one scale.
@@ -196,8 +196,8 @@ class LossScale:
         Raises:
             ValueError: Some ranks scale their loss, and others do not.
         """
-        left_out, bare_here = self._left_out, self._bare or self._given is None
-        self._given = self._wanted = None
+        left_out, bare_here = self._left_out, self._bare or self._used_scale is None
+        self._used_scale = self._wanted = None
         self._left_out = self._bare = False
         self.shown = 1.0
         known = {rank: each for rank, each in scales.items() if each.scale > 0.0}
@@ -219,7 +219,7 @@ class LossScale:
             agreed = Scale(agreed.scale, 0.0)
         state = self._state()
         if state is None:
-            self._coming = agreed
+            self._incoming_scale = agreed
         elif state != agreed:
             self._adopt(agreed)
         if not differ:
@@ -235,7 +235,7 @@ class LossScale:
         return Scale(float(state["scale"]), float(min(state["_growth_tracker"], MOST_GROWTH)))
 
     def _adopt(self, agreed: Scale) -> None:
-        self._coming = None
+        self._incoming_scale = None
         scaler = self._scaler() if self._scaler is not None else None
         if scaler is not None and scaler.is_enabled():
             state = scaler.state_dict()

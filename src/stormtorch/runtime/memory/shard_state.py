@@ -19,7 +19,7 @@ State = dict[str, Any]
 """The optimizer's state of one piece, by name."""
 
 
-class Record(NamedTuple):
+class ShardRecord(NamedTuple):
     """Some elements of one parameter: their float32 values and the optimizer's state of them."""
 
     parameter: int
@@ -39,7 +39,7 @@ class Record(NamedTuple):
 
 
 @dataclass
-class Holding:
+class ShardState:
     """One shard of all buckets."""
 
     shard: int
@@ -50,7 +50,7 @@ class Holding:
     state_of: Callable[[int, Piece], State]
     """Returns the optimizer's state of a piece, given its bucket."""
 
-    def cut(self, bucket: int, first: int, count: int, *, whole: bool) -> list[Record]:
+    def partition(self, bucket: int, first: int, count: int, *, whole: bool) -> list[ShardRecord]:
         """Returns what it holds of a range of a bucket.
 
         Args:
@@ -68,8 +68,8 @@ class Holding:
             values = self.masters[bucket][low - begin : high - begin]
             state = self.state_of(bucket, piece)
             if not whole:
-                state = _cut(state, piece.count, low - piece.first, high - low)
-            records.append(Record(piece.parameter, piece.offset + low - piece.first, high - low, values, state))
+                state = _slice_state(state, piece.count, low - piece.first, high - low)
+            records.append(ShardRecord(piece.parameter, piece.offset + low - piece.first, high - low, values, state))
         return records
 
     def clear_pruned(self, buckets: Sequence[Bucket]) -> None:
@@ -90,7 +90,7 @@ def clear_pruned(state: State, kept_E: torch.Tensor) -> None:
             value.masked_fill_(~kept_E.view(value.shape), 0.0)
 
 
-def _cut(state: State, count: int, offset: int, length: int) -> State:
+def _slice_state(state: State, count: int, offset: int, length: int) -> State:
     """Returns the part of a piece's state that belongs to some of its elements."""
     return {
         name: value[offset : offset + length] if _by_element(name, value, count) else value
@@ -104,7 +104,7 @@ def _by_element(name: str, value: Any, count: int) -> bool:
 
 def assemble(
     piece: Piece,
-    records: Sequence[Record],
+    records: Sequence[ShardRecord],
     values: torch.Tensor,
     *,
     whole: bool,
@@ -155,10 +155,10 @@ def _copied(value: Any, device: torch.device, counters: torch.device) -> Any:
 
 
 def build(
-    shard: int, layouts: Sequence[Layout], records: Sequence[Record], buckets: Sequence[Bucket], *, whole: bool
+    shard: int, layouts: Sequence[Layout], records: Sequence[ShardRecord], buckets: Sequence[Bucket], *, whole: bool
 ) -> tuple[list[torch.Tensor], dict[tuple[int, Piece], State]]:
     """Returns the float32 values of a shard and the state of its pieces, from records of it."""
-    by_parameter: dict[int, list[Record]] = {}
+    by_parameter: dict[int, list[ShardRecord]] = {}
     on_device = False
     for record in records:
         by_parameter.setdefault(record.parameter, []).append(record)

@@ -14,8 +14,8 @@ from stormtorch.collectives import Group
 from stormtorch.collectives.base import objects
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.layout import Piece
-from stormtorch.runtime.memory.shard_state import Holding, State
-from stormtorch.runtime.memory.sharded_optimizer_state import States
+from stormtorch.runtime.memory.shard_state import ShardState, State
+from stormtorch.runtime.memory.sharded_optimizer_state import ShardedOptimizerState
 
 MASTER = "master"
 """Key in the optimizer's state of the float32 values of a parameter that has fewer bits."""
@@ -45,7 +45,7 @@ def owns_whole(optimizer: torch.optim.Optimizer, ownership: str) -> bool:
     return type(optimizer) not in _BY_ELEMENTS
 
 
-class Shards:
+class ShardedOptimizer:
     """The pieces of parameters that the optimizer works on at this rank. Each piece has a stand-in for the parameter.
 
     Args:
@@ -72,23 +72,23 @@ class Shards:
         self.pieces: list[tuple[Bucket, Piece, nn.Parameter]] = []
         # GradScaler looks whether all gradients are finite. A rank that owns none must know it too, so that all ranks
         # skip the same steps: it learns it from this parameter's gradient, which no step ever uses.
-        self._spare = nn.Parameter(torch.zeros(1, 1, device=buckets[0].device))
+        self._finite_probe = nn.Parameter(torch.zeros(1, 1, device=buckets[0].device))
         self._stepping = False
         self._versions: list[int] = []
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self.groups = [[numbers[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         """Numbers of the parameters in each of the optimizer's groups."""
         self._personal = {numbers[id(each)]: each for each in personal}
-        cut = {slot.parameter for bucket in buckets for slot in bucket.layout.slots}
-        self._cut_up = {id(each): number for number, each in enumerate(parameters) if number in cut}
+        sliced = {slot.parameter for bucket in buckets for slot in bucket.layout.slots}
+        self._split_numbers = {id(each): number for number, each in enumerate(parameters) if number in sliced}
         before = dict(optimizer.state)
 
         def state_at_start(piece: Piece) -> State:
-            return self._given(before.get(parameters[piece.parameter], {}), piece)
+            return self._slice_loaded(before.get(parameters[piece.parameter], {}), piece)
 
         self.state_at_start: Callable[[Piece], State] = state_at_start
         """Returns the state that the optimizer had of a piece, owned by whomever, before it was prepared."""
-        self.recut(lambda _bucket, piece: state_at_start(piece))
+        self.repartition(lambda _bucket, piece: state_at_start(piece))
         found = weakref.ref(self)
 
         def loaded(_optimizer: torch.optim.Optimizer) -> None:
@@ -98,22 +98,22 @@ class Shards:
 
         optimizer.register_load_state_dict_post_hook(loaded)
 
-    def recut(self, state_of: Callable[[int, Piece], State]) -> None:
+    def repartition(self, state_of: Callable[[int, Piece], State]) -> None:
         """Makes the optimizer work on the pieces that this rank's buckets have now.
 
         Args:
             state_of: Returns the optimizer's state of a piece, given its bucket.
         """
         self.pieces = [
-            (bucket, piece, self._stand_in(bucket, piece)) for bucket in self._buckets for piece in bucket.pieces()
+            (bucket, piece, self._local_param(bucket, piece)) for bucket in self._buckets for piece in bucket.pieces()
         ]
         by_parameter: dict[int, list[nn.Parameter]] = {number: [each] for number, each in self._personal.items()}
         state: dict[torch.Tensor, State] = {}
-        for bucket, piece, stand_in in self.pieces:
-            by_parameter.setdefault(piece.parameter, []).append(stand_in)
+        for bucket, piece, local_param in self.pieces:
+            by_parameter.setdefault(piece.parameter, []).append(local_param)
             given = state_of(bucket.index, piece)
             if given:
-                state[stand_in] = dict(given)
+                state[local_param] = dict(given)
         kept: dict[Any, Any] = dict(self._optimizer.state)
         own = {id(each) for each in self._personal.values()}
         for key in kept:
@@ -122,23 +122,23 @@ class Shards:
         self.guard_state()
         self._optimizer.state.update(state)
         for group, members in zip(self._optimizer.param_groups, self.groups, strict=True):
-            group["params"] = [stand_in for number in members for stand_in in by_parameter.get(number, [])]
-        self._optimizer.param_groups[0]["params"].append(self._spare)
+            group["params"] = [local_param for number in members for local_param in by_parameter.get(number, [])]
+        self._optimizer.param_groups[0]["params"].append(self._finite_probe)
 
     def guard_state(self) -> None:
         """Has the optimizer's state know the model's parameters, for which programs look in it."""
-        if not isinstance(self._optimizer.state, States):
-            states = States(self._cut_up, self._stand_ins_of)
+        if not isinstance(self._optimizer.state, ShardedOptimizerState):
+            states = ShardedOptimizerState(self._split_numbers, self._local_params_of)
             states.update(self._optimizer.state)
             self._optimizer.state = states
 
-    def _stand_ins_of(self, number: int) -> list[tuple[nn.Parameter, Callable[[State], State]]]:
-        def cut_for(piece: Piece) -> Callable[[State], State]:
-            return lambda state: self._given(dict(state), piece)
+    def _local_params_of(self, number: int) -> list[tuple[nn.Parameter, Callable[[State], State]]]:
+        def slicer_for(piece: Piece) -> Callable[[State], State]:
+            return lambda state: self._slice_loaded(dict(state), piece)
 
-        return [(each, cut_for(piece)) for _, piece, each in self.pieces if piece.parameter == number]
+        return [(each, slicer_for(piece)) for _, piece, each in self.pieces if piece.parameter == number]
 
-    def _stand_in(self, bucket: Bucket, piece: Piece) -> nn.Parameter:
+    def _local_param(self, bucket: Bucket, piece: Piece) -> nn.Parameter:
         values = bucket.within_own(piece, bucket.masters)
         return nn.Parameter(values.view(self._parameters[piece.parameter].shape) if self._whole else values)
 
@@ -156,24 +156,24 @@ class Shards:
             for group, params in zip(groups, all_of, strict=True):
                 group["params"] = params
 
-    def rehouse(self) -> None:
+    def rebind_memory(self) -> None:
         """Has stand-ins share the memory that the masters of their buckets are in now."""
-        for bucket, piece, stand_in in self.pieces:
-            stand_in.data = bucket.within_own(piece, bucket.masters).view(stand_in.shape)
+        for bucket, piece, local_param in self.pieces:
+            local_param.data = bucket.within_own(piece, bucket.masters).view(local_param.shape)
 
-    def holding(self) -> Holding:
+    def shard_state(self) -> ShardState:
         """Returns what this rank holds as the owner of its shard. It stays valid until the optimizer's next step."""
         states = {
-            (bucket.index, piece): dict(self._optimizer.state.get(stand_in, {}))
-            for bucket, piece, stand_in in self.pieces
+            (bucket.index, piece): dict(self._optimizer.state.get(local_param, {}))
+            for bucket, piece, local_param in self.pieces
         }
         layouts = [bucket.layout for bucket in self._buckets]
         masters = [bucket.masters for bucket in self._buckets]
-        return Holding(self._buckets[0].rank, layouts, masters, lambda bucket, piece: states[bucket, piece])
+        return ShardState(self._buckets[0].rank, layouts, masters, lambda bucket, piece: states[bucket, piece])
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
-    def give_gradients(self, used: Sequence[bool] | torch.Tensor, *, finite: bool) -> None:
+    def assign_gradients(self, used: Sequence[bool] | torch.Tensor, *, finite: bool) -> None:
         """Gives a gradient to the stand-in of every piece whose parameter was used on any rank; removes it otherwise.
 
         Args:
@@ -181,15 +181,15 @@ class Shards:
             finite: Whether all ranks' gradients are finite. If not, every rank gets a NaN.
         """
         given: torch.Tensor | None = None
-        for bucket, piece, stand_in in self.pieces:
+        for bucket, piece, local_param in self.pieces:
             if not bool(used[piece.parameter]):
-                stand_in.grad = None
+                local_param.grad = None
                 continue
-            if stand_in.grad is None:
-                stand_in.grad = bucket.within_own(piece, bucket.step_grads).view(stand_in.shape)
+            if local_param.grad is None:
+                local_param.grad = bucket.within_own(piece, bucket.step_grads).view(local_param.shape)
             given = bucket.own_grads if finite else bucket.within_own(piece, bucket.own_grads)
         if given is None and not self._stepping:
-            given = self._spare.grad = torch.zeros_like(self._spare)
+            given = self._finite_probe.grad = torch.zeros_like(self._finite_probe)
         if given is not None and not finite:
             given.view(-1)[0] = torch.nan
 
@@ -201,23 +201,25 @@ class Shards:
             before: Whether each parameter had a gradient when backward had ended.
             used: Whether it has one now.
         """
-        for bucket, piece, stand_in in self.pieces:
+        for bucket, piece, local_param in self.pieces:
             if before[piece.parameter] and not used[piece.parameter]:
-                stand_in.grad = None
+                local_param.grad = None
             elif used[piece.parameter] and not before[piece.parameter]:
-                stand_in.grad = bucket.within_own(piece, bucket.step_grads).view(stand_in.shape)
-            elif stand_in.grad is not None and stand_in.grad.data_ptr() != bucket.address_of(piece, bucket.step_grads):
+                local_param.grad = bucket.within_own(piece, bucket.step_grads).view(local_param.shape)
+            elif local_param.grad is not None and local_param.grad.data_ptr() != bucket.address_of(
+                piece, bucket.step_grads
+            ):
                 home = bucket.within_own(piece, bucket.step_grads)
-                home.copy_(stand_in.grad.reshape(-1))
-                stand_in.grad = home.view(stand_in.shape)
+                home.copy_(local_param.grad.reshape(-1))
+                local_param.grad = home.view(local_param.shape)
 
     def begin_step(self) -> None:
         """Called before the optimizer looks for gradients."""
         self.guard_state()
-        self._spare.grad = None
+        self._finite_probe.grad = None
         # Some optimizers read the gradient of every parameter; but none expects a first group without any.
         shown = self._optimizer.param_groups[0]["params"]
-        if len(shown) > 1 and shown[-1] is self._spare:
+        if len(shown) > 1 and shown[-1] is self._finite_probe:
             shown.pop()
         self._stepping = True
         self._versions = self._now()
@@ -228,20 +230,20 @@ class Shards:
         return not self._stepping or self._now() == self._versions
 
     def _now(self) -> list[int]:
-        return [stand_in._version for _, _, stand_in in self.pieces]
+        return [local_param._version for _, _, local_param in self.pieces]
 
     def end_step(self) -> None:
         """Called after the optimizer has stepped."""
         shown = self._optimizer.param_groups[0]["params"]
-        if not shown or shown[-1] is not self._spare:
-            shown.append(self._spare)
+        if not shown or shown[-1] is not self._finite_probe:
+            shown.append(self._finite_probe)
         self._stepping = False
 
     def clear_gradients(self) -> None:
         """Removes all gradients."""
-        for _, _, stand_in in self.pieces:
-            stand_in.grad = None
-        self._spare.grad = None
+        for _, _, local_param in self.pieces:
+            local_param.grad = None
+        self._finite_probe.grad = None
 
     # --- state in torch's format ------------------------------------------------------------------------------------
 
@@ -252,10 +254,10 @@ class Shards:
         """
         order = self._order()
         own: list[tuple[int, int, int, dict[str, Any]]] = []
-        for bucket, piece, stand_in in self.pieces:
-            state = dict(local["state"].get(order[id(stand_in)], {}))
+        for bucket, piece, local_param in self.pieces:
+            state = dict(local["state"].get(order[id(local_param)], {}))
             if bucket.masters is not bucket.own:
-                state[MASTER] = stand_in.detach().clone()
+                state[MASTER] = local_param.detach().clone()
             own.append((piece.parameter, piece.offset, piece.count, state))
         state_of: dict[int, dict[str, Any]] = {}
         for pieces in objects.gather(own, group):
@@ -278,8 +280,8 @@ class Shards:
 
     def _order(self) -> dict[int, int]:
         """Returns the place of each parameter of the optimizer in its local state dict, by identity."""
-        stand_ins = [stand_in for each in self._optimizer.param_groups for stand_in in each["params"]]
-        return {id(stand_in): index for index, stand_in in enumerate(stand_ins)}
+        local_params = [local_param for each in self._optimizer.param_groups for local_param in each["params"]]
+        return {id(local_param): index for index, local_param in enumerate(local_params)}
 
     def scatter(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of a state dict of the whole optimizer, and loads float32 values of parameters."""
@@ -294,26 +296,26 @@ class Shards:
         saved_of = {number: saved for saved, number in number_of.items()}
         local: dict[int, dict[str, Any]] = {}
         params: list[list[int]] = [[] for _ in groups]
-        at = {id(stand_in): (place, piece) for place, (_, piece, stand_in) in enumerate(self.pieces)}
+        at = {id(local_param): (position, piece) for position, (_, piece, local_param) in enumerate(self.pieces)}
         own = {id(each): number for number, each in self._personal.items()}
         index = 0
-        for place, each in enumerate(self._optimizer.param_groups):
-            for stand_in in each["params"]:
-                params[place].append(index)
+        for position, each in enumerate(self._optimizer.param_groups):
+            for local_param in each["params"]:
+                params[position].append(index)
                 index += 1
-                if stand_in is self._spare:
+                if local_param is self._finite_probe:
                     continue
-                if id(stand_in) in own:
-                    given = whole["state"].get(saved_of[own[id(stand_in)]])
+                if id(local_param) in own:
+                    given = whole["state"].get(saved_of[own[id(local_param)]])
                     if given:
                         local[index - 1] = given
                     continue
-                _, piece = at[id(stand_in)]
-                state = self._cut(whole["state"].get(saved_of[piece.parameter], {}), piece)
+                _, piece = at[id(local_param)]
+                state = self._slice_state(whole["state"].get(saved_of[piece.parameter], {}), piece)
                 master = state.pop(MASTER, None)
                 if master is not None:
                     with torch.no_grad():
-                        stand_in.copy_(master.view(stand_in.shape))
+                        local_param.copy_(master.view(local_param.shape))
                 if state:
                     local[index - 1] = state
         return {
@@ -322,39 +324,42 @@ class Shards:
             "param_groups": [{**each, "params": ids} for each, ids in zip(groups, params, strict=True)],
         }
 
-    def cut_of(self, whole: dict[str, Any], piece: Piece) -> State:
+    def state_slice(self, whole: dict[str, Any], piece: Piece) -> State:
         """Returns the part of a state dict of the whole optimizer that belongs to a piece, owned by whomever."""
         numbers = [number for members in self.groups for number in members]
         saved = [each for group in whole["param_groups"] for each in group["params"]]
-        return self._cut(whole["state"].get(dict(zip(numbers, saved, strict=True))[piece.parameter], {}), piece)
+        return self._slice_state(whole["state"].get(dict(zip(numbers, saved, strict=True))[piece.parameter], {}), piece)
 
-    def _cut(self, state: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def _slice_state(self, state: dict[str, Any], piece: Piece) -> dict[str, Any]:
         """Returns a piece's part of a parameter's state. A value of another shape belongs to every piece."""
         shape = self._parameters[piece.parameter].shape
-        cut: dict[str, Any] = {}
+        sliced: dict[str, Any] = {}
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
-                cut[name] = value
+                sliced[name] = value
             elif self._whole or value.shape != shape or (value.dim() == 0 and name == "step"):
-                cut[name] = value.clone()
+                sliced[name] = value.clone()
             else:
-                cut[name] = value.reshape(-1)[piece.offset : piece.offset + piece.count].clone()
-        return cut
+                sliced[name] = value.reshape(-1)[piece.offset : piece.offset + piece.count].clone()
+        return sliced
 
-    def _given(self, state: State, piece: Piece) -> State:
+    def _slice_loaded(self, state: State, piece: Piece) -> State:
         """Returns a piece's part of a state that a program gives.
 
         Where parameters have fewer bits than the optimizer's, state of a parameter's shape becomes float32, as if the
         optimizer had begun with the float32 values. Otherwise its type is the optimizer's own choice.
         """
-        cut, shape = self._cut(state, piece), self._parameters[piece.parameter].shape if self._whole else (piece.count,)
+        sliced, shape = (
+            self._slice_state(state, piece),
+            self._parameters[piece.parameter].shape if self._whole else (piece.count,),
+        )
         if self._parameters[piece.parameter].dtype == torch.float32:
-            return cut
+            return sliced
         return {
             name: value.float()
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == shape
             else value
-            for name, value in cut.items()
+            for name, value in sliced.items()
         }
 
     def _join(self, into: dict[str, Any], state: dict[str, Any], number: int, offset: int, count: int) -> None:

@@ -16,21 +16,21 @@ _READ = (
 _NONE: Any = object()
 
 
-class States(defaultdict[Any, Any]):
+class ShardedOptimizerState(defaultdict[Any, Any]):
     """The optimizer's state by stand-in. Setting or removing that of a parameter is done for this rank's pieces of it.
 
     Args:
         numbers: Numbers of the parameters that have been cut into pieces, by identity.
-        stand_ins: Returns this rank's stand-ins of a parameter, each with what cuts its part out of a state.
+        local_params: Returns this rank's stand-ins of a parameter, each with what cuts its part out of a state.
     """
 
     def __init__(
         self,
         numbers: Mapping[int, int],
-        stand_ins: Callable[[int], list[tuple[nn.Parameter, Callable[[dict[str, Any]], dict[str, Any]]]]],
+        local_params: Callable[[int], list[tuple[nn.Parameter, Callable[[dict[str, Any]], dict[str, Any]]]]],
     ) -> None:
         super().__init__(dict)
-        self._numbers, self._stand_ins = numbers, stand_ins
+        self._numbers, self._local_params = numbers, local_params
 
     def __missing__(self, key: Any) -> Any:
         if id(key) in self._numbers:
@@ -42,12 +42,12 @@ class States(defaultdict[Any, Any]):
         if number is None:
             super().__setitem__(key, value)
             return
-        for stand_in, cut in self._stand_ins(number):
-            part = cut(value)
+        for local_param, slice_state in self._local_params(number):
+            part = slice_state(value)
             if part:
-                super().__setitem__(stand_in, part)
+                super().__setitem__(local_param, part)
             else:
-                super().pop(stand_in, None)
+                super().pop(local_param, None)
 
     def __delitem__(self, key: Any) -> None:
         if id(key) in self._numbers:
@@ -62,7 +62,10 @@ class States(defaultdict[Any, Any]):
         number = self._numbers.get(id(key))
         if number is None:
             return super().__contains__(key)
-        return any(super(States, self).__contains__(stand_in) for stand_in, _ in self._stand_ins(number))
+        return any(
+            super(ShardedOptimizerState, self).__contains__(local_param)
+            for local_param, _ in self._local_params(number)
+        )
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Returns the state of a stand-in, or what the optimizer keeps besides."""

@@ -13,7 +13,7 @@ import torch
 from stormtorch.runtime.memory.bucket import Bucket
 
 
-class Shown:
+class VisibleGradients:
     """What the program sees of the averaged gradients, in `grad` of its parameters.
 
     Args:
@@ -26,7 +26,7 @@ class Shown:
         self._views = views
         self._before: dict[int, tuple[torch.Tensor, int]] = {}
         """What was shown last, and the version of what it shows, for buckets whose optimizer has other memory."""
-        self.foreign: Callable[[], None] = lambda: None
+        self.on_replaced: Callable[[], None] = lambda: None
         """Called when the program has set a gradient that it has not computed from the present one."""
 
     def show(self) -> None:
@@ -36,7 +36,7 @@ class Shown:
             self._note(bucket)
 
     @torch.no_grad()
-    def again(self, bucket: Bucket) -> None:
+    def refresh(self, bucket: Bucket) -> None:
         """Shows what the optimizer has, where that has changed and is in other memory."""
         if bucket.index in self._before:
             bucket.show_own_gradients()
@@ -57,17 +57,17 @@ class Shown:
         """
         changed = False
         for bucket, views in zip(self._buckets, self._views, strict=True):
-            for place, (parameter, view) in enumerate(zip(bucket.parameters, views, strict=True)):
+            for position, (parameter, view) in enumerate(zip(bucket.parameters, views, strict=True)):
                 given = parameter.grad
                 if given is None:
                     continue
-                changed |= bucket.bring_gradient_home(place, view, keep=given is view)
+                changed |= bucket.reattach_gradient(position, view, keep=given is view)
                 if given is not view:
                     changed = True
                     if type(given) is torch.Tensor:
-                        self.foreign()
+                        self.on_replaced()
                     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                        bucket.grad_views[place].copy_(given.to_dense() if given.is_sparse else given)
+                        bucket.grad_views[position].copy_(given.to_dense() if given.is_sparse else given)
                     if replace:
                         parameter.grad = view
             changed |= self._merge(bucket)
@@ -83,7 +83,7 @@ class Shown:
         same = before == _bits(bucket)
         if bool(same.all()):
             if version != bucket.own_grads._version:
-                self.again(bucket)
+                self.refresh(bucket)
             return False
         if version != bucket.own_grads._version:
             raise RuntimeError(

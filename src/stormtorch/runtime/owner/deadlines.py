@@ -48,7 +48,7 @@ class Deadlines:
         best_s = theory.best_deadline(times, min(self._overheads, default=0.0))
         self.deadline_s = max(_SLACK * best_s, best_s + _LEAST_SLACK_S)
 
-    def passed(self, seconds: float) -> None:
+    def record_overhead(self, seconds: float) -> None:
         """Takes how long a round lasted after this rank had its gradients. The shortest is what no deadline saves."""
         self._overheads.append(seconds)
 
@@ -57,7 +57,7 @@ class Deadlines:
         return median(self._times[rank]) if self._times[rank] else 0.0
 
 
-class Chances:
+class InverseProbabilityWeights:
     """Weights of gradients that come in some steps only: the inverse of their measured chance, by Horvitz and Thompson.
 
     The inverse of a measured chance is biased. The mean of the latest gaps between two gifts is not: its mean is

@@ -9,16 +9,16 @@ import torch
 
 from stormtorch import theory
 from stormtorch.policies import rules
-from stormtorch.policies.convergence_guard import Guard
+from stormtorch.policies.convergence_guard import ConvergenceGuard
 from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.runtime.handover.reports import Report, ShardReport
 from stormtorch.runtime.memory.scaling import Scale
-from stormtorch.runtime.owner.gradient_reduction import Reduction
-from stormtorch.runtime.owner.parameter_broadcast import Broadcast
-from stormtorch.runtime.owner.redundancy_control import Protection
+from stormtorch.runtime.owner.gradient_reduction import GradientReduction
+from stormtorch.runtime.owner.parameter_broadcast import ParameterBroadcast
+from stormtorch.runtime.owner.redundancy_control import RedundancyControl
 from stormtorch.runtime.owner.shard_sizing import Speed
-from stormtorch.runtime.session.round_reports import Rounds
-from stormtorch.telemetry.ledger import Row
+from stormtorch.runtime.session.round_reports import RoundReports
+from stormtorch.telemetry.ledger import LedgerRow
 
 Flags = list[list[torch.Tensor] | None]
 """Flags of chunks for each rank, bucket by bucket; None where a rank has none."""
@@ -40,10 +40,10 @@ class Feedback:
     def __init__(
         self,
         policy: OwnerPolicy,
-        rounds: Rounds,
-        reduction: Reduction,
-        broadcast: Broadcast,
-        protection: Protection,
+        rounds: RoundReports,
+        reduction: GradientReduction,
+        broadcast: ParameterBroadcast,
+        redundancy_control: RedundancyControl,
         rank: int,
         ranks: int,
     ) -> None:
@@ -52,20 +52,20 @@ class Feedback:
         self.lateness: Callable[[], tuple[float, float]] = lambda: (1.0, 0.0)
         """Returns what this rank gives of its gradients and how long it takes: `Report.given` and `took_s`."""
         self._policy = policy
-        self._rounds = rounds
+        self._round_reports = rounds
         self._reduction = reduction
         self._broadcast = broadcast
-        self._protection = protection
-        reduction.reliability = protection.up
+        self._redundancy_control = redundancy_control
+        reduction.reliability = redundancy_control.up
         self._rank, self._ranks = rank, ranks
         self.speed: tuple[float, ...] = Speed()
         """Measured speed of this rank, for its reports."""
-        self._guard = Guard(policy.guard, policy.max_lag)
+        self._guard = ConvergenceGuard(policy.guard, policy.max_lag)
         self._serve: list[torch.Tensor | None] = [None] * ranks
         self._fetch: list[torch.Tensor | None] = [None] * ranks
         self._last_exact = True
         # The last broadcast was reported: a step with several backwards must not count it several times.
-        self._told = True
+        self._reported = True
 
     def report_to(
         self,
@@ -88,18 +88,18 @@ class Feedback:
             shard: What this rank has to report of its shard.
             scale: Loss scale of its gradients.
         """
-        nothing = self._last_exact or self._told
+        nothing = self._last_exact or self._reported
         of_broadcast = None if nothing else self._broadcast.links.fraction(peer)
         of_gradients = self._reduction.links.fraction(peer)
         most = self._policy.max_lag
-        wanted = torch.empty(0, dtype=torch.bool) if most is None else self._broadcast.too_old(peer, most)
+        wanted = torch.empty(0, dtype=torch.bool) if most is None else self._broadcast.would_exceed_lag(peer, most)
         self._fetch[peer] = wanted if most is not None and peer != self._rank else None
         return Report(
             not_finite,
             self._guard.alarm,
             -1.0 if of_broadcast is None else 1.0 - of_broadcast,
             -1.0 if of_gradients is None else 1.0 - of_gradients,
-            self._rounds.drift.update_variance,
+            self._round_reports.drift.update_variance,
             samples_S,
             used_P,
             wanted,
@@ -107,21 +107,25 @@ class Feedback:
             shard,
             self.speed,
             *self.lateness(),
-            self._unaided(peer, broadcast=not nothing),
+            self._lost_before_parity(peer, broadcast=not nothing),
             scale,
         )
 
-    def _unaided(self, peer: int, *, broadcast: bool) -> float:
+    def _lost_before_parity(self, peer: int, *, broadcast: bool) -> float:
         """Returns what was lost of a peer's chunks before parity brought any back; repaired stages do not tell."""
         links = [self._reduction.links] if self._policy.up.budget == 1.0 else []
         if broadcast and self._policy.down.budget == 1.0:
             links.append(self._broadcast.links)
         if not links:
             return -1.0
-        lost, chunks = (sum(each) for each in zip((0, 0), *(each.unaided(peer) for each in links), strict=True))
+        lost, chunks = (
+            sum(each) for each in zip((0, 0), *(each.lost_before_parity(peer) for each in links), strict=True)
+        )
         return lost / chunks if chunks else -1.0
 
-    def learn(self, reports: dict[int, Report], row: Row, samples_S: torch.Tensor, lead: float, step: int) -> None:
+    def learn(
+        self, reports: dict[int, Report], row: LedgerRow, samples_S: torch.Tensor, lead: float, step: int
+    ) -> None:
         """Learns from the reports of a step what was lost of this rank's messages, and how far apart replicas are.
 
         Args:
@@ -131,20 +135,20 @@ class Feedback:
             lead: Updates by which the last broadcast was ahead.
             step: Number of the step.
         """
-        policy, drift, losses = self._policy, self._rounds.drift, self._rounds.losses
-        resent = (0, 0) if self._told else self._broadcast.resent(row.missing)
-        losses.hear(reports, guarded=self.guarded, resent=resent)
-        self._protection.choose(self._reduction.links)
-        self._reduction.reliability = self._protection.up
+        policy, drift, losses = self._policy, self._round_reports.drift, self._round_reports.losses
+        retransmitted = (0, 0) if self._reported else self._broadcast.retransmitted(row.missing)
+        losses.receive_reports(reports, guarded=self.guarded, retransmitted=retransmitted)
+        self._redundancy_control.choose(self._reduction.links)
+        self._reduction.reliability = self._redundancy_control.up
         self._reduction.losses = [each.value for each in losses.gradients]
         guarded = self._guard.alarm or any(report.alarm for report in reports.values())
         if guarded != self.guarded:
             row.events.append("guard: the broadcast is exact" if guarded else "guard: the broadcast may lose again")
         self.guarded = guarded
         for peer in range(self._ranks):
-            heard = reports.get(peer)
-            self._serve[peer] = heard.wanted_C if heard is not None and policy.max_lag else None
-            if heard is None:
+            received = reports.get(peer)
+            self._serve[peer] = received.wanted_C if received is not None and policy.max_lag else None
+            if received is None:
                 self._fetch[peer] = None
         row.loss = min(losses.broadcast.value, rules.MOST_LOSS)
         row.pair_drift, row.owner_drift = drift.compare(
@@ -157,9 +161,9 @@ class Feedback:
             lost = 0.0 if self._last_exact else losses.at_most
             # Theory bounds copies that are stale or new, not what a policy of its own makes of them.
             if not overrides(policy, "accept") and not overrides(policy, "publish"):
-                row.pair_bound = drift.bound(row.update_variance, lost, lead, policy.max_lag, again=self._told)
+                row.pair_bound = drift.bound(row.update_variance, lost, lead, policy.max_lag, again=self._reported)
             row.published_bound = theory.pair_drift_published(lost) * row.update_variance
-        self._told = True
+        self._reported = True
 
     def requests(self) -> tuple[Flags, Flags]:
         """Returns the chunks to send each rank exactly, and those that each rank sends so; both only once."""
@@ -172,16 +176,18 @@ class Feedback:
 
     def broadcast_begins(self, *, exact: bool) -> None:
         """Called before every broadcast: the next reports tell how much of it arrived, unless it is exact."""
-        self._last_exact, self._told = exact, False
+        self._last_exact, self._reported = exact, False
 
-    def watch(self, row: Row) -> None:
+    def watch(self, row: LedgerRow) -> None:
         """Shows the guard what the first pass of a broadcast has lost, and how old copies are."""
         if not self._last_exact:
-            self._protection.watch(self._broadcast.links)
+            self._redundancy_control.watch(self._broadcast.links)
         # Missing ranks are left out: no exact broadcast brings back what they would send.
         first_pass = self._broadcast.links.counts(row.missing)
         if row.guarded:
             # An exact broadcast loses nothing: look at the gradients, or at repairs where gradients are repaired too.
             lossy = self._policy.up.budget == 1.0
-            first_pass = self._reduction.links.counts(row.missing) if lossy else self._broadcast.resent(row.missing)
+            first_pass = (
+                self._reduction.links.counts(row.missing) if lossy else self._broadcast.retransmitted(row.missing)
+            )
         self._guard.watch(*first_pass, self._broadcast.oldest(row.missing))

@@ -10,16 +10,16 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.collectives.base.objects import complete
-from stormtorch.exchange.exchange import Arrival
+from stormtorch.exchange.exchange import ExchangeResult
 from stormtorch.runtime.members.prepared_optimizer import plain_state
 from stormtorch.runtime.members.served_collectives import OPTIMIZER_STATE
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.sharded_optimizer import Shards
-from stormtorch.runtime.owner.parameter_broadcast import Broadcast
+from stormtorch.runtime.memory.sharded_optimizer import ShardedOptimizer
+from stormtorch.runtime.owner.parameter_broadcast import ParameterBroadcast
 from stormtorch.runtime.session.buffers import Buffers
 
 
-class Owned:
+class FullStateGather:
     """Shares the owners' parameters and optimizer state with all ranks.
 
     Args:
@@ -33,38 +33,38 @@ class Owned:
 
     def __init__(
         self,
-        here: Group,
+        members_group: Group,
         optimizer: torch.optim.Optimizer,
         buckets: Sequence[Bucket],
-        shards: Shards,
-        broadcast: Broadcast,
+        shards: ShardedOptimizer,
+        broadcast: ParameterBroadcast,
         buffers: Buffers,
     ) -> None:
-        self._here = here
+        self._members_group = members_group
         self._optimizer = optimizer
         self._buckets = buckets
         self._shards = shards
         self._broadcast = broadcast
         self._buffers = buffers
 
-    def share(self, group: Group) -> None:
+    def gather_parameters(self, group: Group) -> None:
         """Gives every rank the owners' parameters and the mean of all buffers. All ranks must call it.
 
         Raises:
             Interrupted: A rank is gone, and another view begins without it.
         """
         for bucket in self._buckets:
-            rooms = bucket.shards(bucket.host_flat)
-            own = rooms[self._here.rank]
-            if bucket.apart:
+            receive_buffers = bucket.shards(bucket.host_flat)
+            own = receive_buffers[self._members_group.rank]
+            if bucket.is_staged:
                 own.copy_(bucket.taken(bucket.own))
-            for arrival in complete(collectives.all_gather(group, rooms, own), group):
+            for arrival in complete(collectives.all_gather(group, receive_buffers, own), group):
                 self._broadcast.refresh(bucket, group, arrival)
-            if bucket.apart:
-                bucket.bring_others()
+            if bucket.is_staged:
+                bucket.copy_others_from_host()
         self._buffers.average(group)
 
-    def take_part(self, call: int, group: Group) -> object:
+    def serve_call(self, call: int, group: Group) -> object:
         """Takes part in a call of other ranks. Changes nothing here, as this rank may be in the middle of a step.
 
         Raises:
@@ -72,36 +72,36 @@ class Owned:
         """
         if call == OPTIMIZER_STATE:
             return self._shards.gather(plain_state(self._optimizer), group)
-        shared: list[tuple[list[torch.Tensor], list[Arrival]]] = []
+        shared: list[tuple[list[torch.Tensor], list[ExchangeResult]]] = []
         for bucket in self._buckets:
             if bucket.on_gpu:
                 torch.cuda.synchronize(bucket.device)  # the step may run on another stream than this thread's
             own = bucket.taken(bucket.own)
-            rooms = [own.new_empty(count) for _, count in bucket.spans]
-            rooms[self._here.rank] = own
-            shared.append((rooms, complete(collectives.all_gather(group, rooms, own), group)))
-        return shared, self._buffers.give(group)
+            receive_buffers = [own.new_empty(count) for _, count in bucket.spans]
+            receive_buffers[self._members_group.rank] = own
+            shared.append((receive_buffers, complete(collectives.all_gather(group, receive_buffers, own), group)))
+        return shared, self._buffers.contribute(group)
 
     def follow(self, kept: Any, group: Group) -> None:
-        """Takes over the parameters and buffers that `take_part` returned."""
+        """Takes over the parameters and buffers that `serve_call` returned."""
         shared, mean = kept
-        for bucket, (rooms, arrivals) in zip(self._buckets, shared, strict=True):
-            for owner, room in enumerate(rooms):
-                if owner != self._here.rank:
+        for bucket, (receive_buffers, arrivals) in zip(self._buckets, shared, strict=True):
+            for owner, room in enumerate(receive_buffers):
+                if owner != self._members_group.rank:
                     bucket.shard(bucket.host_flat, owner).copy_(room)
             for arrival in arrivals:
                 self._broadcast.refresh(bucket, group, arrival)
-            if bucket.apart:
-                bucket.shard(bucket.host_flat, self._here.rank).copy_(bucket.taken(bucket.own))
-                bucket.bring_others()
-        self._buffers.become(mean)
+            if bucket.is_staged:
+                bucket.shard(bucket.host_flat, self._members_group.rank).copy_(bucket.taken(bucket.own))
+                bucket.copy_others_from_host()
+        self._buffers.set_mean(mean)
 
     def optimizer_state(self, local: dict[str, Any], kept: object, group: Group) -> dict[str, Any]:
         """Returns the state dict of the whole optimizer, gathered from all owners.
 
         Args:
             local: State dict of this rank's part.
-            kept: What `take_part` returned, if this rank has already taken part in the call.
+            kept: What `serve_call` returned, if this rank has already taken part in the call.
             group: Group of the exchange.
 
         Raises:
@@ -110,7 +110,7 @@ class Owned:
         if kept is None:
             return self._shards.gather(local, group)
         # Each rank has settings of its own, and a scheduler may have changed them since it took part.
-        whole: dict[str, Any] = kept  # type: ignore[assignment]  # of `take_part`
+        whole: dict[str, Any] = kept  # type: ignore[assignment]  # of `serve_call`
         groups = zip(local["param_groups"], whole["param_groups"], strict=True)
         return {
             **whole,

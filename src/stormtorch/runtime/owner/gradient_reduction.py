@@ -8,21 +8,21 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
-from stormtorch.collectives.base.group import Islands
+from stormtorch.collectives.base.group import NodeLayout
 from stormtorch.collectives.wire import Wire, narrower
 from stormtorch.policies.bounded_drift import BoundedDrift
-from stormtorch.policies.memory import Store
+from stormtorch.policies.memory import MemoryStore
 from stormtorch.policies.policy import OwnerPolicy, takes
 from stormtorch.reliability import Reliability
-from stormtorch.runtime.memory.arrival_counts import Links
+from stormtorch.runtime.memory.arrival_counts import ArrivalCounts
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.chunked import Remembered, chunked
-from stormtorch.runtime.session.profiling import shown
+from stormtorch.runtime.memory.chunked import ChunkMemory, chunked
+from stormtorch.runtime.session.profiling import profiler_range
 from stormtorch.runtime.session.relays import Relays
-from stormtorch.staging.launch_queue import Order
+from stormtorch.staging.launch_queue import LaunchQueue
 
 
-class Reduction:
+class GradientReduction:
     """The reduce-scatters of one session.
 
     Args:
@@ -39,11 +39,11 @@ class Reduction:
         groups: Sequence[Group],
         policy: OwnerPolicy,
         buckets: Sequence[Bucket],
-        order: Order,
+        order: LaunchQueue,
         relays: Relays,
-        islands: Sequence[Islands] | None = None,
+        node_layout: Sequence[NodeLayout] | None = None,
     ) -> None:
-        self.links = Links(groups[0].size)
+        self.links = ArrivalCounts(groups[0].size)
         """Chunks that arrived from each peer in the last exchange."""
         self.effective_batch = 1.0
         self.variance_inflation = 1.0
@@ -51,8 +51,8 @@ class Reduction:
         """Loss of this rank's gradients at each owner, as the owner reports it; `Policy.send` may weigh by it."""
         self.present = groups[0].size
         """Number of ranks that are there, as far as is known; `Policy.combine` gets it."""
-        self._remembered: dict[int, Store] = {}
-        self.offered: Callable[[Bucket], torch.Tensor] = lambda bucket: bucket.host_grads
+        self._remembered: dict[int, MemoryStore] = {}
+        self.contribution: Callable[[Bucket], torch.Tensor] = lambda bucket: bucket.host_grads
         """Returns what this rank gives of a bucket's gradients: by default all of them, as they are."""
         self.reliability = policy.up
         """Reliability of the next exchange, with the parity that this rank sends."""
@@ -66,19 +66,19 @@ class Reduction:
         self._buckets = buckets
         self._order = order
         self._relays = relays
-        self._islands = islands
+        self._islands = node_layout
         self._begun: dict[int, Future[Sequence[Pending]] | Sequence[Pending]] = {}
 
     def start(self, bucket: Bucket) -> None:
         """Begins to send a bucket's gradients."""
         reliability = self.reliability
-        with self._shown("reduce_scatter", bucket):
-            moments = bucket.fetch(bucket.host_grads, bucket.grads) if bucket.apart else []
-            begun = self._order.begin(lambda: [self._reduce(bucket, reliability)], moments)
+        with self._profiler_range("reduce_scatter", bucket):
+            events = bucket.fetch(bucket.host_grads, bucket.grads) if bucket.is_staged else []
+            begun = self._order.begin(lambda: [self._reduce(bucket, reliability)], events)
         self._begun[bucket.index] = begun  # type: ignore[assignment]  # it holds what `_reduce` returns
 
-    def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
-        return shown(what, bucket.index, bucket.travels, self._wire(bucket).dtype)
+    def _profiler_range(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
+        return profiler_range(what, bucket.index, bucket.travels, self._wire(bucket).dtype)
 
     def finish(self) -> None:
         """Waits until this rank's shards are averaged."""
@@ -88,7 +88,7 @@ class Reduction:
         each = self._islands[0].each if self._islands else 1
         for bucket in self._buckets:
             begun = self._begun.pop(bucket.index)
-            with self._shown("reduce_scatter wait", bucket):
+            with self._profiler_range("reduce_scatter wait", bucket):
                 (pending,) = begun.result() if isinstance(begun, Future) else begun
                 arrivals = pending.wait()
             group = self.groups[bucket.index]
@@ -106,13 +106,13 @@ class Reduction:
                     chunks += of
                 if of and not (self._keeps_mean and not self._policy.weighs):
                     self._combine(bucket, arrival.counts() * each)
-            if bucket.apart:
-                bucket.bring(bucket.own_grads, bucket.host_own_grads)
+            if bucket.is_staged:
+                bucket.copy_from_host(bucket.own_grads, bucket.host_own_grads)
         n = self.groups[0].size
         self.effective_batch = copies / (n * chunks) if chunks else 1.0
         self.variance_inflation = n * inverse / chunks if chunks else 1.0
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Gives up all exchanges that are under way. Their memory may be written afterwards."""
         begun = [each.result() if isinstance(each, Future) else each for each in self._begun.values()]
         pendings = [pending for each in begun for pending in each]
@@ -150,7 +150,7 @@ class Reduction:
         if self._islands is not None:
             return self._reduce_by_machine(bucket, self._islands[bucket.index], reliability)
         group, wire, out = self.groups[bucket.index], self._wire(bucket), bucket.host_own_grads
-        given = self.offered(bucket)
+        given = self.contribution(bucket)
         # Converts the bucket as a whole where it can: with many ranks, a bucket has many small shards.
         if self._policy.weighs:
             losses = [0.0 if owner == group.rank else loss for owner, loss in enumerate(self.losses)]
@@ -162,19 +162,23 @@ class Reduction:
             parts = bucket.shards(given.to(wire.reduces))
         return wire.reduce_scatter(group, out, parts, Op.AVG, reliability=reliability)
 
-    def _reduce_by_machine(self, bucket: Bucket, islands: Islands, reliability: Reliability) -> Pending:
+    def _reduce_by_machine(self, bucket: Bucket, node_layout: NodeLayout, reliability: Reliability) -> Pending:
         """Averages inside this machine what goes to each owner that has this rank's place, then over machines."""
         wire, out = self._wire(bucket), bucket.host_own_grads
-        parts, place = bucket.shards(bucket.host_grads), islands.inside.rank
+        parts, place = bucket.shards(bucket.host_grads), node_layout.inside.rank
         # Taken now: buckets are passed on in another order than they begin on other ranks.
-        inside, between = islands.inside.ahead(len(islands.machines)), islands.between.ahead(1)
+        inside, between = (
+            node_layout.inside.reserve_ahead(len(node_layout.machines)),
+            node_layout.between.reserve_ahead(1),
+        )
         # In memory of their own, as gradients must stay what they are: see `Bucket`.
         means = [
-            torch.empty(parts[ranks[place]].numel(), dtype=torch.float32, device="cpu") for ranks in islands.machines
+            torch.empty(parts[ranks[place]].numel(), dtype=torch.float32, device="cpu")
+            for ranks in node_layout.machines
         ]
         first = [
             collectives.reduce_scatter(inside, mean, [parts[rank] for rank in ranks], Op.AVG)
-            for mean, ranks in zip(means, islands.machines, strict=True)
+            for mean, ranks in zip(means, node_layout.machines, strict=True)
         ]
 
         def then() -> list[Pending]:
@@ -182,14 +186,14 @@ class Reduction:
             given = [mean.to(wire.reduces) for mean in means]
             return [wire.reduce_scatter(between, out, given, Op.AVG, reliability=reliability)]
 
-        return self._relays.begin(first, then, islands.inside.ranks)
+        return self._relays.begin(first, then, node_layout.inside.ranks)
 
     def _combine(self, bucket: Bucket, counts_C: torch.Tensor) -> None:
         """Replaces the mean of what arrived by what the policy makes of it."""
         out = bucket.host_own_grads
-        memory: Remembered | None = None
+        memory: ChunkMemory | None = None
         if self._remembers:
-            memory = self._remembered.setdefault(bucket.index, Store(out.numel())).chunks
+            memory = self._remembered.setdefault(bucket.index, MemoryStore(out.numel())).chunks
         per_chunk = self._wire(bucket).per_chunk
         combined = chunked(self._policy.combine, per_chunk, [out], [counts_C, self.present], memory)
         if combined is not out:

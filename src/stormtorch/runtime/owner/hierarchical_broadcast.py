@@ -15,9 +15,9 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Pending
-from stormtorch.collectives.base.group import Islands
+from stormtorch.collectives.base.group import NodeLayout
 from stormtorch.collectives.wire import Wire
-from stormtorch.exchange.exchange import Arrival
+from stormtorch.exchange.exchange import ExchangeResult
 from stormtorch.reliability import Reliability
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.session.relays import Relay, Relays
@@ -44,10 +44,10 @@ class Fetch:
 
 
 @dataclass
-class Came:
+class BucketArrivals:
     """What came of one bucket."""
 
-    across: list[Arrival] = field(default_factory=list)
+    inter_machine: list[ExchangeResult] = field(default_factory=list)
     """Arrivals of the exchange between machines."""
     fresh: dict[int, torch.Tensor] = field(default_factory=dict)
     """For owners whose shards came from themselves, whether each chunk is new, (C,)."""
@@ -58,18 +58,18 @@ class Came:
 
 
 @dataclass
-class _Bucket:
+class _BucketInFlight:
     """One bucket on its way."""
 
-    across: Pending
+    inter_machine: Pending
     inside: Pending
     relay: Relay
-    came: Came
+    received: BucketArrivals
     ages: list[torch.Tensor]
     """For each rank of this machine, ages of the chunks that it passes on, shard by shard."""
 
 
-class Forwarding:
+class HierarchicalBroadcast:
     """Broadcasts of one session by machines.
 
     Args:
@@ -78,16 +78,16 @@ class Forwarding:
         relays: Passes on what has come from other machines.
     """
 
-    def __init__(self, islands: Sequence[Islands], wires: Sequence[Wire], relays: Relays) -> None:
-        self._islands = islands
+    def __init__(self, node_layout: Sequence[NodeLayout], wires: Sequence[Wire], relays: Relays) -> None:
+        self._islands = node_layout
         self._wires = wires
         self._relays = relays
-        self._place, self._machines = islands[0].inside.rank, islands[0].machines
-        self._machine = islands[0].between.rank
+        self._place, self._machines = node_layout[0].inside.rank, node_layout[0].machines
+        self._machine = node_layout[0].between.rank
         self.sources = [ranks[self._place] for at, ranks in enumerate(self._machines) if at != self._machine]
         """Owners on other machines whose parameters come to this rank first: those with the same place."""
         self._others = [ranks for at, ranks in enumerate(self._machines) if at != self._machine]
-        self._under_way: dict[int, _Bucket] = {}
+        self._in_flight: dict[int, _BucketInFlight] = {}
 
     def begin(
         self,
@@ -108,78 +108,82 @@ class Forwarding:
             fetches: Begins to fetch chunks that are too old.
             ages: Ages of this rank's copies before, by owner.
         """
-        islands, wire, flat = self._islands[bucket.index], self._wires[bucket.index], bucket.host_flat
+        node_layout, wire, flat = self._islands[bucket.index], self._wires[bucket.index], bucket.host_flat
         mine = self._machines[self._machine]
-        homes = {owner: bucket.shard(flat, owner) for owner in self.sources}
-        rooms = homes
+        destinations = {owner: bucket.shard(flat, owner) for owner in self.sources}
+        receive_buffers = destinations
         if wire.dtype != bucket.dtype:
-            rooms = {owner: wire.room(home.numel()) for owner, home in homes.items()}
-        around = [*rooms.values()]
+            receive_buffers = {owner: wire.room(destination.numel()) for owner, destination in destinations.items()}
+        around = [*receive_buffers.values()]
         around.insert(self._machine, message)
         # Own places are taken by the messages themselves: owners keep the parameters that they have.
-        near_rooms = [near if place == self._place else bucket.shard(flat, rank) for place, rank in enumerate(mine)]
-        later = islands.inside.ahead(len(self._others) + 1)
-        across = collectives.all_gather(islands.between, around, message, reliability=reliability)
-        inside = collectives.all_gather(islands.inside, near_rooms, near)
+        local_receive_buffers = [
+            near if place == self._place else bucket.shard(flat, rank) for place, rank in enumerate(mine)
+        ]
+        later = node_layout.inside.reserve_ahead(len(self._others) + 1)
+        inter_machine = collectives.all_gather(node_layout.between, around, message, reliability=reliability)
+        inside = collectives.all_gather(node_layout.inside, local_receive_buffers, near)
         begun = fetches()
-        came = Came()
+        received = BucketArrivals()
         chunks = [[wire.chunks(bucket.spans[ranks[place]][1]) for ranks in self._others] for place in range(len(mine))]
-        told = [torch.zeros(sum(each), dtype=torch.int32, device="cpu") for each in chunks]
+        sent_ages = [torch.zeros(sum(each), dtype=torch.int32, device="cpu") for each in chunks]
 
         def then() -> list[Pending]:
-            came.across = across.wait()
-            for owner, home in homes.items():
-                came.fresh[owner] = _arrived(came.across[0], islands.between.ranks[self._at(owner)])
+            received.inter_machine = inter_machine.wait()
+            for owner, destination in destinations.items():
+                received.fresh[owner] = _arrived(
+                    received.inter_machine[0], node_layout.between.ranks[self._machine_of(owner)]
+                )
                 if wire.dtype != bucket.dtype:
-                    wire.place(rooms[owner], home, came.fresh[owner])
+                    wire.place(receive_buffers[owner], destination, received.fresh[owner])
             for fetch in begun:
                 chunks_C = fetch.place(bucket, wire.per_chunk)
                 if chunks_C is not None:
-                    came.fresh[fetch.owner][chunks_C] = True
-                    came.fetched += chunks_C.numel()
+                    received.fresh[fetch.owner][chunks_C] = True
+                    received.fetched += chunks_C.numel()
             # Others may count otherwise, as a rank that calls `exact` alone has the newest copies: they get ours.
-            grown = [(ages[owner] + 1).masked_fill_(came.fresh[owner], 0) for owner in homes]
-            torch.cat(grown, out=told[self._place])
+            grown = [(ages[owner] + 1).masked_fill_(received.fresh[owner], 0) for owner in destinations]
+            torch.cat(grown, out=sent_ages[self._place])
             return [
-                collectives.all_gather(later, told, told[self._place]),
+                collectives.all_gather(later, sent_ages, sent_ages[self._place]),
                 *(
                     collectives.all_gather(
-                        later, [bucket.shard(flat, rank) for rank in ranks], homes[ranks[self._place]]
+                        later, [bucket.shard(flat, rank) for rank in ranks], destinations[ranks[self._place]]
                     )
                     for ranks in self._others
                 ),
             ]
 
-        relay = self._relays.begin([across, *(each.pending for each in begun)], then, islands.between.ranks)
-        self._under_way[bucket.index] = _Bucket(across, inside, relay, came, told)
+        relay = self._relays.begin([inter_machine, *(each.pending for each in begun)], then, node_layout.between.ranks)
+        self._in_flight[bucket.index] = _BucketInFlight(inter_machine, inside, relay, received, sent_ages)
         return relay
 
-    def _at(self, owner: int) -> int:
+    def _machine_of(self, owner: int) -> int:
         return next(at for at, ranks in enumerate(self._machines) if owner in ranks)
 
-    def receive(self, bucket: Bucket) -> Came:
+    def receive(self, bucket: Bucket) -> BucketArrivals:
         """Waits until a bucket's parameters have arrived here or are lost, and have been passed on."""
-        under_way = self._under_way.pop(bucket.index)
-        islands, wire, came = self._islands[bucket.index], self._wires[bucket.index], under_way.came
-        (near,) = under_way.inside.wait()
-        dated, *passed = under_way.relay.wait()
-        for place, rank in enumerate(islands.inside.ranks):
+        in_flight = self._in_flight.pop(bucket.index)
+        node_layout, wire, received = self._islands[bucket.index], self._wires[bucket.index], in_flight.received
+        (near,) = in_flight.inside.wait()
+        dated, *passed = in_flight.relay.wait()
+        for place, rank in enumerate(node_layout.inside.ranks):
             if place == self._place:
                 continue
             owner = self._machines[self._machine][place]
             chunks = wire.chunks(bucket.spans[owner][1])
-            came.fresh[owner] = torch.full((chunks,), near.fraction(peer=rank) == 1.0, device="cpu")
+            received.fresh[owner] = torch.full((chunks,), near.fraction(peer=rank) == 1.0, device="cpu")
             at = 0
             for ranks, arrival in zip(self._others, passed, strict=True):
                 owner = ranks[place]
                 chunks = wire.chunks(bucket.spans[owner][1])
                 # If a rank dies while it passes its copies on, these count as lost; what has come of them stays.
                 whole = dated.fraction(peer=rank) == 1.0 and arrival.fraction(peer=rank) == 1.0
-                came.ages[owner] = under_way.ages[place][at : at + chunks] if whole else None
+                received.ages[owner] = in_flight.ages[place][at : at + chunks] if whole else None
                 at += chunks
-        return came
+        return received
 
 
-def _arrived(arrival: Arrival, rank: int) -> torch.Tensor:
+def _arrived(arrival: ExchangeResult, rank: int) -> torch.Tensor:
     chunks, arrived = arrival.links()[rank]
     return torch.ones(chunks, dtype=torch.bool, device="cpu") if arrived == chunks else arrival.mask(rank)

@@ -9,22 +9,22 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
-from stormtorch.collectives.base.group import Islands
+from stormtorch.collectives.base.group import NodeLayout
 from stormtorch.collectives.wire import Wire, narrower
-from stormtorch.exchange.exchange import Arrival
+from stormtorch.exchange.exchange import ExchangeResult
 from stormtorch.policies import rules
 from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.reliability import Reliability
-from stormtorch.runtime.memory.arrival_counts import Links
+from stormtorch.runtime.memory.arrival_counts import ArrivalCounts
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.chunked import chunked
-from stormtorch.runtime.owner.hierarchical_broadcast import Came, Fetch, Forwarding
-from stormtorch.runtime.session.profiling import shown
+from stormtorch.runtime.owner.hierarchical_broadcast import BucketArrivals, Fetch, HierarchicalBroadcast
+from stormtorch.runtime.session.profiling import profiler_range
 from stormtorch.runtime.session.relays import Relays
-from stormtorch.staging.launch_queue import Order
+from stormtorch.staging.launch_queue import LaunchQueue
 
 
-class Broadcast:
+class ParameterBroadcast:
     """The all-gathers of one session, and the age of each copy.
 
     Args:
@@ -41,11 +41,11 @@ class Broadcast:
         groups: Sequence[Group],
         policy: OwnerPolicy,
         buckets: Sequence[Bucket],
-        order: Order,
+        order: LaunchQueue,
         relays: Relays,
-        islands: Sequence[Islands] | None = None,
+        node_layout: Sequence[NodeLayout] | None = None,
     ) -> None:
-        self.links = Links(groups[0].size)
+        self.links = ArrivalCounts(groups[0].size)
         """Chunks that arrived from each peer in the last exchange."""
         self.fetched = 0
         """Number of chunks that were fetched exactly in the last exchange."""
@@ -66,10 +66,10 @@ class Broadcast:
         """Age in steps of the copy of each chunk, by bucket and owner."""
         self._all_ages = together.numpy()  # the same memory: without loss one look is enough
         self._begun: dict[int, Future[Sequence[Pending]] | Sequence[Pending]] = {}
-        self._rooms: dict[int, list[torch.Tensor]] = {}
+        self._receive_buffers: dict[int, list[torch.Tensor]] = {}
         self._fetches: dict[int, list[Fetch]] = {}
         self._serves: dict[int, list[Pending]] = {}
-        self._forwarding = None if islands is None else Forwarding(islands, self.wires, relays)
+        self._hierarchical = None if node_layout is None else HierarchicalBroadcast(node_layout, self.wires, relays)
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Broadcast:
             serve: For each rank, flags of this rank's chunks to send it exactly in addition.
             fetch: For each rank, flags of its chunks that it sends here exactly in addition.
         """
-        with self._shown("all_gather", bucket):
+        with self._profiler_range("all_gather", bucket):
             self._begun[bucket.index] = self._send(bucket, lead, reliability, seed, serve, fetch)
 
     def _send(
@@ -113,35 +113,35 @@ class Broadcast:
         wire = self.wires[bucket.index]
         ahead = self._published(bucket, lead)
         bucket.settle()
-        moments = []
-        if bucket.apart:
+        events = []
+        if bucket.is_staged:
             count = bucket.spans[self._rank][1]
             ahead, there = torch.empty(count, dtype=ahead.dtype, pin_memory=bucket.on_gpu, device="cpu"), ahead
-            moments = bucket.fetch(ahead, there)
-            if self._forwarding is not None:
-                moments += bucket.fetch(bucket.shard(bucket.host_flat, self._rank), bucket.own)
+            events = bucket.fetch(ahead, there)
+            if self._hierarchical is not None:
+                events += bucket.fetch(bucket.shard(bucket.host_flat, self._rank), bucket.own)
 
         def begin() -> list[Pending]:
             message = wire.encode(ahead, seed)
-            if self._forwarding is not None:
+            if self._hierarchical is not None:
                 # Nothing is lost inside a machine, so its ranks need no lead and no narrow format: they get what the
                 # owner itself has, unless the policy publishes something else.
                 near = ahead.to(bucket.dtype) if self._publishes else bucket.shard(bucket.host_flat, self._rank)
                 fetches = partial(self._begin_exact, bucket, ahead, serve, fetch, reliability)
                 ages = self.ages[bucket.index]
-                return [self._forwarding.begin(bucket, message, near, reliability, fetches, ages)]
-            rooms = bucket.shards(bucket.host_flat)
+                return [self._hierarchical.begin(bucket, message, near, reliability, fetches, ages)]
+            receive_buffers = bucket.shards(bucket.host_flat)
             if wire.dtype != bucket.dtype or self._accepts:
-                rooms = [wire.room(room.numel()) for room in rooms]
+                receive_buffers = [wire.room(room.numel()) for room in receive_buffers]
             # This rank's own place is taken by the message itself: owners keep the parameters that they have.
-            rooms[self._rank] = message
-            self._rooms[bucket.index] = rooms
+            receive_buffers[self._rank] = message
+            self._receive_buffers[bucket.index] = receive_buffers
             group = self.groups[bucket.index]
-            pending = collectives.all_gather(group, rooms, message, reliability=reliability)
+            pending = collectives.all_gather(group, receive_buffers, message, reliability=reliability)
             self._fetches[bucket.index] = self._begin_exact(bucket, ahead, serve, fetch, reliability)
             return [pending]
 
-        return self._order.begin(begin, moments)  # type: ignore[return-value]  # it holds what `begin` returns
+        return self._order.begin(begin, events)  # type: ignore[return-value]  # it holds what `begin` returns
 
     def _published(self, bucket: Bucket, lead: float) -> torch.Tensor:
         """Returns what this rank sends of its own parameters, in memory that nobody writes until the broadcast ends."""
@@ -155,8 +155,8 @@ class Broadcast:
         """Whether what is sent depends on the parameters before the step."""
         return lead != 0.0 or self._publishes
 
-    def _shown(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
-        return shown(what, bucket.index, bucket.travels, self.wires[bucket.index].dtype)
+    def _profiler_range(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
+        return profiler_range(what, bucket.index, bucket.travels, self.wires[bucket.index].dtype)
 
     def _begin_exact(
         self,
@@ -194,17 +194,17 @@ class Broadcast:
     def receive(self, bucket: Bucket) -> None:
         """Waits until a bucket's parameters have arrived or are lost."""
         begun = self._begun.pop(bucket.index)
-        with self._shown("all_gather wait", bucket):
+        with self._profiler_range("all_gather wait", bucket):
             (pending,) = begun.result() if isinstance(begun, Future) else begun
             arrivals = pending.wait()
-        if self._forwarding is not None:
-            self._take(bucket, self._forwarding.receive(bucket))
+        if self._hierarchical is not None:
+            self._apply_received(bucket, self._hierarchical.receive(bucket))
         else:
-            rooms = self._rooms.pop(bucket.index)
+            receive_buffers = self._receive_buffers.pop(bucket.index)
             for arrival in arrivals:
                 self._repaired += arrival.repaired
                 self.links.add(self.groups[bucket.index], arrival)
-                self._place(bucket, rooms, arrival)
+                self._apply_arrival(bucket, receive_buffers, arrival)
             for fetch in self._fetches.pop(bucket.index):
                 chunks_C = fetch.place(bucket, self.wires[bucket.index].per_chunk)
                 if chunks_C is not None:
@@ -212,22 +212,22 @@ class Broadcast:
                     self.fetched += chunks_C.numel()
         for serving in self._serves.pop(bucket.index):
             serving.wait()
-        if bucket.apart:
-            bucket.bring_others()
+        if bucket.is_staged:
+            bucket.copy_others_from_host()
 
-    def _take(self, bucket: Bucket, came: Came) -> None:
+    def _apply_received(self, bucket: Bucket, received: BucketArrivals) -> None:
         """Counts what came by machines. It is where it belongs already."""
-        for arrival in came.across:
+        for arrival in received.inter_machine:
             self._repaired += arrival.repaired
             self.links.add(self.groups[bucket.index], arrival)
-        for owner, fresh_C in came.fresh.items():
-            rules.grow_older(self.ages[bucket.index][owner], fresh_C)
-        for owner, told_C in came.ages.items():
+        for owner, fresh_C in received.fresh.items():
+            rules.advance_ages(self.ages[bucket.index][owner], fresh_C)
+        for owner, reported_C in received.ages.items():
             ages_C = self.ages[bucket.index][owner]
-            ages_C.add_(1) if told_C is None else ages_C.copy_(told_C)
-        self.fetched += came.fetched
+            ages_C.add_(1) if reported_C is None else ages_C.copy_(reported_C)
+        self.fetched += received.fetched
 
-    def _place(self, bucket: Bucket, rooms: list[torch.Tensor], arrival: Arrival) -> None:
+    def _apply_arrival(self, bucket: Bucket, receive_buffers: list[torch.Tensor], arrival: ExchangeResult) -> None:
         group, wire = self.groups[bucket.index], self.wires[bucket.index]
         links = arrival.links()
         for owner in range(self._size):
@@ -242,16 +242,16 @@ class Broadcast:
                 arrived_C = torch.ones(chunks, dtype=torch.bool, device="cpu")
             else:
                 arrived_C = arrival.mask(group.ranks[owner])
-                rules.grow_older(ages_C, arrived_C)
+                rules.advance_ages(ages_C, arrived_C)
             own = bucket.shard(bucket.host_flat, owner)
             if self._accepts:
-                came = torch.full_like(own, torch.nan)  # a policy that uses what was lost shows it at once
-                wire.place(rooms[owner], came, arrived_C)
-                own.copy_(chunked(self._policy.accept, wire.per_chunk, [own, came], [arrived_C]))
+                received = torch.full_like(own, torch.nan)  # a policy that uses what was lost shows it at once
+                wire.place(receive_buffers[owner], received, arrived_C)
+                own.copy_(chunked(self._policy.accept, wire.per_chunk, [own, received], [arrived_C]))
             elif wire.dtype != bucket.dtype:
-                wire.place(rooms[owner], own, arrived_C)
+                wire.place(receive_buffers[owner], own, arrived_C)
 
-    def resent(self, missing: Collection[int]) -> tuple[int, int]:
+    def retransmitted(self, missing: Collection[int]) -> tuple[int, int]:
         """Estimates the loss of the last broadcast by this rank from what it sent again: chunks lost, and chunks sent.
 
         The estimate is rather too high, as a lost report also makes a rank send again. Where a rank is missing, both
@@ -259,7 +259,7 @@ class Broadcast:
         """
         if missing:
             return 0, 0
-        receivers = self._size - 1 if self._forwarding is None else len(self._forwarding.sources)
+        receivers = self._size - 1 if self._hierarchical is None else len(self._hierarchical.sources)
         return self._repaired, self.chunks_of(self._rank) * receivers + self._repaired
 
     # --- ages -------------------------------------------------------------------------------------------------------
@@ -268,12 +268,12 @@ class Broadcast:
         """Returns the number of chunks in an owner's shards."""
         return sum(ages[owner].numel() for ages in self.ages)
 
-    def too_old(self, owner: int, most: int) -> torch.Tensor:
+    def would_exceed_lag(self, owner: int, most: int) -> torch.Tensor:
         """Whether each chunk of an owner's shards, over all buckets, would be older than `most` after another loss.
 
         Where another rank of this machine receives and fetches them for all, none is.
         """
-        if self._forwarding is not None and owner not in self._forwarding.sources:
+        if self._hierarchical is not None and owner not in self._hierarchical.sources:
             return torch.zeros(self.chunks_of(owner), dtype=torch.bool, device="cpu")
         return rules.overdue(torch.cat([ages[owner] for ages in self.ages]), most)
 
@@ -281,7 +281,7 @@ class Broadcast:
         """Splits flags of all an owner's chunks by bucket."""
         return list(torch.split(chunks_C, [ages[owner].numel() for ages in self.ages]))
 
-    def came(self, owner: int) -> list[bool]:
+    def received(self, owner: int) -> list[bool]:
         """Returns whether anything of an owner's shards came in the last exchange, by bucket."""
         return [bool((ages[owner] == 0).any()) for ages in self.ages]
 
@@ -307,7 +307,7 @@ class Broadcast:
         """Returns the age of the oldest copy of an owner's shards."""
         return max((int(ages[owner].max()) for ages in self.ages if ages[owner].numel()), default=0)
 
-    def refresh(self, bucket: Bucket, group: Group, arrival: Arrival) -> None:
+    def refresh(self, bucket: Bucket, group: Group, arrival: ExchangeResult) -> None:
         """Sets the age of all copies that an exact exchange has brought to 0."""
         for rank, (chunks, arrived) in arrival.links().items():
             if arrived == chunks:

@@ -6,18 +6,26 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stormtorch.collectives.wire import element_bytes, narrower
 from stormtorch.policies.policy import OwnerPolicy
-from stormtorch.runtime.handover.moves import Cut
+from stormtorch.runtime.handover.moves import Partition
 from stormtorch.runtime.handover.reports import Report
-from stormtorch.runtime.handover.transition import Hello
+from stormtorch.runtime.handover.transition import Handshake
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.layout import Layout, recut
+from stormtorch.runtime.memory.layout import Layout, repartition
 from stormtorch.runtime.owner.feedback import Feedback
-from stormtorch.runtime.owner.shard_sizing import Parts, Shares, Speedometer, by_machine, speed_of, told_speed, words_of
+from stormtorch.runtime.owner.shard_sizing import (
+    ShardSizes,
+    ShardSizing,
+    SpeedMeter,
+    describe_sizes,
+    indices_by_machine,
+    parse_speed,
+    received_speed,
+)
 from stormtorch.runtime.session.session import Session
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 
 
-class Cutting:
+class Partitioner:
     """Cuts the parameters of one session into shards, whose sizes follow the policy's `shards`.
 
     Args:
@@ -46,34 +54,36 @@ class Cutting:
         self._by_machines = by_machines
         self._planned = [bucket.layout for bucket in buckets]
         size = sum(each.layout.elements * element_bytes(narrower(policy.wire, each.dtype)) for each in buckets)
-        self._shares = Shares(policy, size, standbys, session.owners_at_start, session.label)
+        self._sizing = ShardSizing(policy, size, standbys, session.owners_at_start, session.label)
         transport = session.group.transport
-        self._meter = Speedometer(transport.take_line_peaks) if self._shares.measured else None
+        self._meter = SpeedMeter(transport.take_bottleneck_peaks) if self._sizing.measured else None
         # A GPU runs the optimizer after `step` has returned.
         self._timed = not any(bucket.on_gpu for bucket in buckets)
-        self.now: Cut
+        self.now: Partition
         """The cut of the view."""
 
-    def first(self, members: Sequence[int]) -> Cut:
+    def first(self, members: Sequence[int]) -> Partition:
         """Returns the cut with which a job begins."""
-        self.now = self.of(members, self._shares.at_start(members))
+        self.now = self.partition_for(members, self._sizing.at_start(members))
         return self.now
 
-    def of(self, members: Sequence[int], parts: Parts | None) -> Cut:
+    def partition_for(self, members: Sequence[int], parts: ShardSizes | None) -> Partition:
         """Returns how the members of a view divide the parameters.
 
         Args:
             members: Ranks of the view.
-            parts: Their shares, in parts of `layout.PARTS`; None is equal ones.
+            parts: Their shares, in parts of `layout.SHARE_UNITS`; None is equal ones.
         """
         count = len(members)
         layouts: Sequence[Layout] = self._planned
         if parts is not None or count != self._session.owners_at_start:
             layouts = [
-                recut(layout, each.dtype.itemsize, count, whole=self._whole, turn=each.index % count, parts=parts)
+                repartition(
+                    layout, each.dtype.itemsize, count, whole=self._whole, first_owner=each.index % count, parts=parts
+                )
                 for layout, each in zip(self._planned, self._buckets, strict=True)
             ]
-        return Cut(tuple(members), layouts, self._standbys, parts)
+        return Partition(tuple(members), layouts, self._standbys, parts)
 
     # --- a view begins ------------------------------------------------------------------------------------------------
 
@@ -82,22 +92,22 @@ class Cutting:
         """What this rank tells of its speed when a view begins."""
         return () if self._meter is None else self._meter.speed
 
-    def change(self, hello: Hello, members: Sequence[int]) -> tuple[Cut, Cut]:
+    def change(self, handshake: Handshake, members: Sequence[int]) -> tuple[Partition, Partition]:
         """Returns the cut from which all ranks come, and that of the view which begins."""
-        before = self.of(hello.members_before, hello.parts_before)
+        before = self.partition_for(handshake.members_before, handshake.parts_before)
         shares = {rank: before.share(place) for place, rank in enumerate(before.members)}
-        speeds = {rank: told_speed(each) for rank, each in hello.told.items()}
-        parts = self._shares.decide(members, speeds, shares, self._machines(members, hello.machines))
-        return before, self.of(members, parts)
+        speeds = {rank: received_speed(each) for rank, each in handshake.reported.items()}
+        parts = self._sizing.decide(members, speeds, shares, self._machines(members, handshake.machines))
+        return before, self.partition_for(members, parts)
 
     def _machines(self, members: Sequence[int], machines: Mapping[int, str]) -> list[list[int]]:
-        return by_machine(members, machines, hierarchy=self._by_machines())
+        return indices_by_machine(members, machines, hierarchy=self._by_machines())
 
-    def told(self, before: Cut) -> list[str]:
+    def reported(self, before: Partition) -> list[str]:
         """Says in words how shares have changed with the view."""
         if self.now.parts == before.parts:
             return []
-        return [words_of(self.now.parts, self._session.labels())]
+        return [describe_sizes(self.now.parts, self._session.labels())]
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -111,17 +121,17 @@ class Cutting:
         if self._meter is not None:
             feedback.speed = self._meter.read()
 
-    def hear(self, reports: Mapping[int, Report], row: Row) -> None:
+    def receive_reports(self, reports: Mapping[int, Report], row: LedgerRow) -> None:
         """Learns the speeds of all members, and lets the lowest ask for a view with other shares if that pays."""
         row.share = self.share
         session, members = self._session, self.now.members
         if self._meter is None or session.group.transport.rank != members[0] or len(reports) < len(members) - 1:
             return
-        speeds = [self._meter.speed, *(speed_of(reports[place].speed) for place in range(1, len(members)))]
+        speeds = [self._meter.speed, *(parse_speed(reports[place].speed) for place in range(1, len(members)))]
         machines = self._machines(members, session.machines)
-        if self._shares.pays(speeds, self.now.parts, machines, session.steps, session.view.step):
+        if self._sizing.pays(speeds, self.now.parts, machines, session.steps, session.view.step):
             row.events.append("other shares should make steps shorter: asks for a view with the same ranks")
-            session.group.transport.ask_anew()
+            session.group.transport.request_view()
 
     def step_begins(self) -> None:
         """Called before the user's optimizer steps."""

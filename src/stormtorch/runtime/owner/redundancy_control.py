@@ -12,13 +12,13 @@ from stormtorch.collectives.wire import Wire
 from stormtorch.policies import rules
 from stormtorch.policies.policy import Policy
 from stormtorch.reliability import Reliability
-from stormtorch.runtime.memory.arrival_counts import Links
+from stormtorch.runtime.memory.arrival_counts import ArrivalCounts
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.session.adaptive_deadline import Pressure
-from stormtorch.runtime.session.packet_losses import Losses
+from stormtorch.runtime.session.adaptive_deadline import AdaptiveDeadline
+from stormtorch.runtime.session.packet_losses import PacketLosses
 
 
-class Protection:
+class RedundancyControl:
     """The redundancy of one rank's messages, step by step. Each rank decides for what it sends.
 
     Args:
@@ -30,44 +30,44 @@ class Protection:
     """
 
     def __init__(
-        self, policy: Policy, losses: Losses, buckets: Sequence[Bucket], wires: Sequence[Wire], chunk_bytes: int
+        self, policy: Policy, losses: PacketLosses, buckets: Sequence[Bucket], wires: Sequence[Wire], chunk_bytes: int
     ) -> None:
         self._policy, self._losses = policy, losses
         counts = [(wires[bucket.index], count) for bucket in buckets for _, count in bucket.spans]
         self._chunks = max((wire.chunks(count) for wire, count in counts), default=1) or 1
         plain = Wire(torch.float32, chunk_bytes).per_chunk
-        self._up_pressure = Pressure(policy.allowed_loss, exact=policy.up.exact)
-        self._down_pressure = Pressure(policy.allowed_loss, exact=policy.down.exact)
+        self._up_deadline = AdaptiveDeadline(policy.allowed_loss, exact=policy.up.exact)
+        self._down_deadline = AdaptiveDeadline(policy.allowed_loss, exact=policy.down.exact)
         self._narrower = min((wires[bucket.index].per_chunk / plain for bucket in buckets), default=1.0)
-        self.up = self._chosen(policy.up, self._up_pressure)
+        self.up = self._chosen(policy.up, self._up_deadline)
         """Reliability of this rank's gradients."""
-        self.down = self._chosen(policy.down, self._down_pressure)
+        self.down = self._chosen(policy.down, self._down_deadline)
         """Reliability of its parameters."""
 
-    def choose(self, gradients: Links) -> None:
+    def choose(self, gradients: ArrivalCounts) -> None:
         """Chooses what the next exchanges send, once the losses of a step are known.
 
         Args:
             gradients: What arrived of the last gradients, and how long that took.
         """
-        self._up_pressure.learn(gradients)
+        self._up_deadline.learn(gradients)
         up, down = (
-            self._chosen(self._policy.up, self._up_pressure),
-            self._chosen(self._policy.down, self._down_pressure),
+            self._chosen(self._policy.up, self._up_deadline),
+            self._chosen(self._policy.down, self._down_deadline),
         )
         loss = self._losses.raw.value
         self._losses.translate(
-            gradients=rules.carried_over(loss, self._chunks, _parity(self.up), _parity(up)),
-            broadcast=rules.carried_over(loss, self._chunks, _parity(self.down), _parity(down)),
+            gradients=rules.residual_loss_ratio(loss, self._chunks, _parity(self.up), _parity(up)),
+            broadcast=rules.residual_loss_ratio(loss, self._chunks, _parity(self.down), _parity(down)),
         )
         self.up, self.down = up, down
 
-    def watch(self, broadcast: Links) -> None:
+    def watch(self, broadcast: ArrivalCounts) -> None:
         """Takes what arrived of the last broadcast, which was not exact, and how long that took."""
-        self._down_pressure.learn(broadcast)
+        self._down_deadline.learn(broadcast)
 
-    def _chosen(self, stage: Reliability, pressure: Pressure) -> Reliability:
-        stage = pressure.within(stage)
+    def _chosen(self, stage: Reliability, adaptive: AdaptiveDeadline) -> Reliability:
+        stage = adaptive.within(stage)
         if stage.budget < 1.0:
             return stage  # what is lost is sent again, and the engine's model knows what parity saves there
         loss = self._losses.raw.value

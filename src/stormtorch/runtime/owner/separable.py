@@ -22,7 +22,7 @@ from stormtorch.backend import within_step
 from stormtorch.backend.within_step import CalledWithinStep
 from stormtorch.collectives.base.objects import pack, unpack
 
-_STAND_INS = 6
+_MOST_PROXIES = 6
 """Most parameters in the trial."""
 _LONGEST = 6
 """Largest dimension of a stand-in."""
@@ -37,11 +37,11 @@ _WHAT_ELSE = (
 )
 
 
-class _Unfit(Exception):
+class _Inconclusive(Exception):
     """The trial would touch what is not its own: it says nothing."""
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class _OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Sees every operation of a trial: keeps it from the memory of others, and from the network."""
 
     def __init__(self, kept: set[int]) -> None:
@@ -62,7 +62,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 given = kwargs.get(argument.name, args[place] if place < len(args) else None)
                 for each in given if isinstance(given, list | tuple) else [given]:
                     if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() in self._kept:
-                        raise _Unfit
+                        raise _Inconclusive
         return func(*args, **kwargs)
 
 
@@ -71,12 +71,12 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None):
         return  # torch's own do
     with _as_before(optimizer):
-        found = _tried(optimizer)
+        found = _run_trials(optimizer)
     if found is not None:
         raise ValueError(f"{type(optimizer).__name__} {found}")
 
 
-def _tried(optimizer: torch.optim.Optimizer) -> str | None:
+def _run_trials(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns what a trial shows that keeps an optimizer from working on shards; None if nothing."""
     # In float64 also small effects can be told from rounding; some optimizers know only float32, or need a closure.
     for dtype in (torch.float64, torch.float32):
@@ -105,7 +105,7 @@ class _Run(NamedTuple):
     """Shapes of what it keeps for each parameter."""
     random: bool
     """Whether it has drawn random numbers."""
-    stays: str
+    unsendable: str
     """What it keeps for a parameter that cannot be sent to another rank, in words; nothing if there is none."""
 
 
@@ -137,8 +137,8 @@ class _Trial:
                 "evaluates the model within a step, at parameters that it has moved, as SAM does, while other ranks' "
                 f"parameters are not. {_WHAT_ELSE}"
             )
-        if together.stays:
-            return f"keeps {together.stays}, which cannot go to another rank when its owner dies. {_WHAT_ELSE}"
+        if together.unsendable:
+            return f"keeps {together.unsendable}, which cannot go to another rank when its owner dies. {_WHAT_ELSE}"
         for half in (set(places[::2]), set(places[1::2])):
             if not half:
                 continue
@@ -166,11 +166,13 @@ class _Trial:
         if self._dtype != torch.float64:
             tolerance = max(tolerance, 1e-4)
         for place in places:
-            apart = _apart([each[place] for each in one.after], [each[place] for each in other.after])
-            if not apart <= tolerance:
+            difference = _relative_difference(
+                [each[place] for each in one.after], [each[place] for each in other.after]
+            )
+            if not difference <= tolerance:
                 return (
                     "looks beyond single parameters, as by a norm or a mean over all: in a trial on a copy, "
-                    f"{min(100 * apart, 999.0):.2g} % of the update of one depended on others"
+                    f"{min(100 * difference, 999.0):.2g} % of the update of one depended on others"
                 )
         for number in {self._chosen[place][0] for place in places}:
             for name, value in one.settings[number].items():
@@ -186,54 +188,58 @@ class _Trial:
             present: Places of the stand-ins that the copy's groups have.
             changed: Places of those that have other values and gradients than usual.
         """
-        stand_ins, ways = [], []
+        proxies, ways = [], []
         for place, (_, parameter) in enumerate(self._chosen):
             chance = torch.Generator().manual_seed(2 * place + (place in changed))
             shape = tuple(min(length, _LONGEST) for length in parameter.shape)
-            stand_ins.append(nn.Parameter(torch.randn(shape, generator=chance).to(self._dtype)))
+            proxies.append(nn.Parameter(torch.randn(shape, generator=chance).to(self._dtype)))
             # Of one direction, so that those that look for progress find some.
             way = torch.randn(shape, generator=chance) * (50.0 if place in changed else 2.0)
             ways.append(
                 [(scale * (way + 0.3 * torch.randn(shape, generator=chance))).to(self._dtype) for scale in _SCALES]
             )
-        twin = _Twin(self._optimizer, self._chosen, stand_ins, with_state=self._with_state).made
-        for number, group in enumerate(twin.param_groups):
-            group["params"][:] = [stand_ins[at] for at in sorted(present) if self._chosen[at][0] == number]
-        train = getattr(twin, "train", None)
+        optimizer_copy = _OptimizerCopy(self._optimizer, self._chosen, proxies, with_state=self._with_state).made
+        for number, group in enumerate(optimizer_copy.param_groups):
+            group["params"][:] = [proxies[at] for at in sorted(present) if self._chosen[at][0] == number]
+        train = getattr(optimizer_copy, "train", None)
         if callable(train):
             train()  # optimizers that have a mode for evaluation step in the other one only
         torch.manual_seed(0)
         after: list[list[torch.Tensor]] = []
-        watch = _Watch(_memory(self._optimizer))
-        step: Any = getattr(type(twin).step, "__wrapped__", type(twin).step)
+        watch = _OperationGuard(_memory(self._optimizer))
+        step: Any = getattr(type(optimizer_copy).step, "__wrapped__", type(optimizer_copy).step)
         for gradients in zip(*ways, strict=True):
-            before = [each.detach().clone() for each in stand_ins]
+            before = [each.detach().clone() for each in proxies]
 
-            def give(gradients: Sequence[torch.Tensor] = gradients) -> torch.Tensor:
-                for stand_in, gradient in zip(stand_ins, gradients, strict=True):
-                    stand_in.grad = gradient.clone()
+            def set_gradients(gradients: Sequence[torch.Tensor] = gradients) -> torch.Tensor:
+                for proxy, gradient in zip(proxies, gradients, strict=True):
+                    proxy.grad = gradient.clone()
                 return torch.ones(())
 
-            def closure(give: Callable[[], torch.Tensor] = give, before: Any = before) -> torch.Tensor:
-                self.moved |= not all(map(torch.equal, before, stand_ins))
-                return give()
+            def closure(
+                set_gradients: Callable[[], torch.Tensor] = set_gradients, before: Any = before
+            ) -> torch.Tensor:
+                self.moved |= not all(map(torch.equal, before, proxies))
+                return set_gradients()
 
-            give()
+            set_gradients()
             with watch, within_step.trial():
-                step(twin, closure) if self._closure else step(twin)
-            after.append([each.detach().clone() for each in stand_ins])
-        settings = [{name: each for name, each in group.items() if name != "params"} for group in twin.param_groups]
-        states = [twin.state.get(each, {}) for each in stand_ins]
-        return _Run(after, settings, [_shapes(each) for each in states], watch.random, _stays(states))
+                step(optimizer_copy, closure) if self._closure else step(optimizer_copy)
+            after.append([each.detach().clone() for each in proxies])
+        settings = [
+            {name: each for name, each in group.items() if name != "params"} for group in optimizer_copy.param_groups
+        ]
+        states = [optimizer_copy.state.get(each, {}) for each in proxies]
+        return _Run(after, settings, [_shapes(each) for each in states], watch.random, _unsendable_state(states))
 
 
-class _Twin:
+class _OptimizerCopy:
     """A copy of an optimizer with other parameters. It is not constructed, as nobody knows the arguments.
 
     Args:
         optimizer: The user's optimizer.
         chosen: Parameters that have a stand-in, each with the number of its group. The copy has no others.
-        stand_ins: Small parameters.
+        proxies: Small parameters.
         with_state: Whether it has the optimizer's state of them.
     """
 
@@ -241,15 +247,15 @@ class _Twin:
         self,
         optimizer: torch.optim.Optimizer,
         chosen: Sequence[tuple[int, nn.Parameter]],
-        stand_ins: Sequence[nn.Parameter],
+        proxies: Sequence[nn.Parameter],
         *,
         with_state: bool,
     ) -> None:
         self._with_state = with_state
         self._copies: dict[int, Any] = {}
-        self._cut = {id(each): stand_in.shape for (_, each), stand_in in zip(chosen, stand_ins, strict=True)}
-        for (_, each), stand_in in zip(chosen, stand_ins, strict=True):
-            self._copies[id(each)] = stand_in
+        self._cut = {id(each): proxy.shape for (_, each), proxy in zip(chosen, proxies, strict=True)}
+        for (_, each), proxy in zip(chosen, proxies, strict=True):
+            self._copies[id(each)] = proxy
         self._left_out = {
             id(each) for group in optimizer.param_groups for each in group["params"] if id(each) not in self._copies
         }
@@ -260,10 +266,10 @@ class _Twin:
         if id(value) in self._copies:
             return self._copies[id(value)]
         if isinstance(value, nn.Module):
-            raise _Unfit
+            raise _Inconclusive
         if isinstance(value, torch.Tensor):
             if id(value) in self._left_out:
-                raise _Unfit
+                raise _Inconclusive
             made: Any = nn.Parameter(value.detach().clone()) if isinstance(value, nn.Parameter) else value.clone()
         elif isinstance(value, torch.optim.Optimizer):
             made = self._copies[id(value)] = object.__new__(type(value))
@@ -341,14 +347,14 @@ def _choose(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
                 kind.append(each)
         # Two of a kind are neighbours, of which one is changed.
         chosen += [(number, each) for kind in kinds.values() for each in kind][:4]
-    return chosen[:_STAND_INS]
+    return chosen[:_MOST_PROXIES]
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
-def _stays(states: Sequence[Mapping[str, Any]]) -> str:
+def _unsendable_state(states: Sequence[Mapping[str, Any]]) -> str:
     """Returns what of a state cannot be sent, in words; nothing if all can."""
     for state in states:
         for name, value in state.items():
@@ -367,7 +373,7 @@ def _alike(one: Any, other: Any, tolerance: float) -> bool:
     return one == other or (isinstance(other, float | int) and abs(one - other) <= tolerance * abs(one))
 
 
-def _apart(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+def _relative_difference(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
     """Returns the largest difference between two ways of a parameter, in parts of how far it went."""
     way = max(float((left - one[0]).abs().max()) for left in one)
     # What rounding leaves of a short way says nothing.

@@ -17,22 +17,22 @@ from typing import Any, NamedTuple
 
 from stormtorch.collectives.wire import element_bytes
 from stormtorch.policies.policy import OwnerPolicy
-from stormtorch.runtime.memory.layout import PARTS
+from stormtorch.runtime.memory.layout import SHARE_UNITS
 from stormtorch.theory.shards import HostSpeed, ShardTimes
 
 GAIN = 1.1
 """Before a view is asked for, other shares must promise steps shorter by this factor: a view costs more than a step."""
 # In a view that begins, equal shares or those from before stay if others would gain less than this. It is less than
 # what a view is asked for, because speeds are measured anew until it begins: some views would change nothing otherwise.
-_KEPT_GAIN = 1.05
+_LEAST_GAIN_IN_VIEW = 1.05
 LEAST_STEPS = 12
 """Least number of steps from one cut to the next."""
 _MOST_STEPS = 400
 _EVERY = 4
 _REMEMBERED = 8
 
-Parts = tuple[int, ...]
-"""Share of each member, in parts of `PARTS`."""
+ShardSizes = tuple[int, ...]
+"""Share of each member, in parts of `SHARE_UNITS`."""
 
 
 class Speed(NamedTuple):
@@ -59,16 +59,16 @@ class Speed(NamedTuple):
         return HostSpeed(ranks * self.up, ranks * self.down, step_s=self.step_s)
 
 
-def speed_of(told: object) -> Speed:
+def parse_speed(reported: object) -> Speed:
     """Reads a speed that another rank has told; what makes no sense is unknown."""
-    if not isinstance(told, Sequence) or len(told) != len(Speed._fields):
+    if not isinstance(reported, Sequence) or len(reported) != len(Speed._fields):
         return Speed()
-    speed = Speed(*(float(each) for each in told))
+    speed = Speed(*(float(each) for each in reported))
     sound = all(math.isfinite(each) and 0.0 <= each <= 1e15 for each in speed)
     return speed if sound else Speed()
 
 
-class Speedometer:
+class SpeedMeter:
     """Measures the speed of this rank's line and processor.
 
     Args:
@@ -111,7 +111,7 @@ def _second_largest(values: Collection[float]) -> float:
     return sorted(values)[-1 if len(values) < 3 else -2] if values else 0.0
 
 
-class Shares:
+class ShardSizing:
     """Says how much each member owns, and when other shares would pay.
 
     Args:
@@ -138,11 +138,11 @@ class Shares:
         self._followers = standbys * 4.0 / element_bytes(policy.wire)
         self._label = label
         self._seen = 0
-        self._asked = -1
-        self._patience = LEAST_STEPS
-        self._cut_at: int | None = None
+        self._requested_in_view = -1
+        self._least_interval_steps = LEAST_STEPS
+        self._requested_at_step: int | None = None
 
-    def at_start(self, members: Sequence[int]) -> Parts | None:
+    def at_start(self, members: Sequence[int]) -> ShardSizes | None:
         """Returns the shares of members of which nothing is known but the user's weights; None is equal ones."""
         if self._weights is None:
             return None
@@ -154,15 +154,15 @@ class Shares:
     def decide(
         self,
         members: Sequence[int],
-        told: Mapping[int, Speed],
+        reported: Mapping[int, Speed],
         before: Mapping[int, float],
         machines: Sequence[Sequence[int]],
-    ) -> Parts | None:
+    ) -> ShardSizes | None:
         """Returns the shares of a view that begins, the same on all members; None is equal ones.
 
         Args:
             members: Ranks of the view.
-            told: What each member has told of its speed.
+            reported: What each member has told of its speed.
             before: Share of each rank in the view before; empty if they were equal.
             machines: Places of the members that exchange as one, where exchanges go by machines; otherwise each alone.
         """
@@ -170,42 +170,47 @@ class Shares:
             return self.at_start(members)
         kept = [before.get(rank, 0.0) for rank in members]
         old = rounded(kept) if all(rank in before for rank in members) else None
-        known = [told[rank] for rank in members if told[rank].known]
+        known = [reported[rank] for rank in members if reported[rank].known]
         if not known:
             return old
         usual = Speed(*(statistics.median(each) for each in zip(*known, strict=True)))
-        speeds = [told[rank] if told[rank].known else usual for rank in members]
+        speeds = [reported[rank] if reported[rank].known else usual for rank in members]
         times, best = self._best(speeds, machines)
         for parts in (old, None):
-            if times(parts) <= _KEPT_GAIN * times(best):
+            if times(parts) <= _LEAST_GAIN_IN_VIEW * times(best):
                 return parts
         return best
 
     def _best(
         self, speeds: Sequence[Speed], machines: Sequence[Sequence[int]]
-    ) -> tuple[Callable[[Parts | None], float], Parts | None]:
+    ) -> tuple[Callable[[ShardSizes | None], float], ShardSizes | None]:
         """Returns a function that predicts the seconds of a step with given shares, and the best shares."""
         hosts = []
-        for places in machines:
-            mine = [speeds[place] for place in places]
+        for indices in machines:
+            mine = [speeds[index] for index in indices]
             mean = Speed(*(statistics.fmean(each) for each in zip(*mine, strict=True)))
             # Its ranks step at the same time, each on its part of what the machine owns.
             hosts.append(mean._replace(step_s=max(each.step_s for each in mine) / len(mine)).host(len(mine)))
         times = ShardTimes(hosts, self._size_bytes, self._followers if len(speeds) >= 3 else 0.0)
 
-        def predicted(parts: Parts | None) -> float:
+        def predicted(parts: ShardSizes | None) -> float:
             if parts is None:
-                return times.step_s([len(places) / len(speeds) for places in machines])
-            return times.step_s([sum(parts[place] for place in places) / PARTS for places in machines])
+                return times.step_s([len(indices) / len(speeds) for indices in machines])
+            return times.step_s([sum(parts[index] for index in indices) / SHARE_UNITS for indices in machines])
 
         shares = [0.0] * len(speeds)
-        for places, share in zip(machines, times.best(), strict=True):
-            for place in places:
-                shares[place] = share / len(places)
+        for indices, share in zip(machines, times.best(), strict=True):
+            for index in indices:
+                shares[index] = share / len(indices)
         return predicted, rounded(shares)
 
     def pays(
-        self, speeds: Sequence[Speed], parts: Parts | None, machines: Sequence[Sequence[int]], step: int, since: int
+        self,
+        speeds: Sequence[Speed],
+        parts: ShardSizes | None,
+        machines: Sequence[Sequence[int]],
+        step: int,
+        since: int,
     ) -> bool:
         """Whether other shares have promised for some steps to pay, so that the lowest member should ask for a view.
 
@@ -216,31 +221,35 @@ class Shares:
             step: Number of the step.
             since: Number of the step at which the view began.
         """
-        if step - since < self._patience or (step - since) % _EVERY or not all(each.known for each in speeds):
+        if (
+            step - since < self._least_interval_steps
+            or (step - since) % _EVERY
+            or not all(each.known for each in speeds)
+        ):
             return False
         predicted, best = self._best(speeds, machines)
         gains = predicted(parts) > GAIN * predicted(best)
         self._seen = self._seen + 1 if gains else 0
-        if self._seen < 2 or self._asked == since:
+        if self._seen < 2 or self._requested_in_view == since:
             return False
-        self._asked, self._seen = since, 0
+        self._requested_in_view, self._seen = since, 0
         # Speeds that keep changing are not worth following: each cut soon after another makes the next one wait longer.
-        soon = self._cut_at is not None and step - self._cut_at < 10 * self._patience
-        self._patience = min(2 * self._patience, _MOST_STEPS) if soon else LEAST_STEPS
-        self._cut_at = step
+        soon = self._requested_at_step is not None and step - self._requested_at_step < 10 * self._least_interval_steps
+        self._least_interval_steps = min(2 * self._least_interval_steps, _MOST_STEPS) if soon else LEAST_STEPS
+        self._requested_at_step = step
         return True
 
 
-def rounded(shares: Sequence[float]) -> Parts | None:
-    """Returns shares, of any sum, in parts of `PARTS`; None if they are all equal, or nothing."""
+def rounded(shares: Sequence[float]) -> ShardSizes | None:
+    """Returns shares, of any sum, in parts of `SHARE_UNITS`; None if they are all equal, or nothing."""
     total = sum(shares)
     if not total > 0.0 or all(each == shares[0] for each in shares):
         return None
-    ends = [round(PARTS * sum(shares[: place + 1]) / total) for place in range(len(shares))]
+    ends = [round(SHARE_UNITS * sum(shares[: index + 1]) / total) for index in range(len(shares))]
     return tuple(end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True))
 
 
-def by_machine(members: Sequence[int], machines: Mapping[int, str], *, hierarchy: bool) -> list[list[int]]:
+def indices_by_machine(members: Sequence[int], machines: Mapping[int, str], *, hierarchy: bool) -> list[list[int]]:
     """Returns the places of members that exchange as one machine; each member alone where none do.
 
     Args:
@@ -249,23 +258,23 @@ def by_machine(members: Sequence[int], machines: Mapping[int, str], *, hierarchy
         hierarchy: Whether exchanges go by machines where these allow it.
     """
     found: dict[str, list[int]] = {}
-    for place, rank in enumerate(members):
-        found.setdefault(machines.get(rank, ""), []).append(place)
+    for index, rank in enumerate(members):
+        found.setdefault(machines.get(rank, ""), []).append(index)
     each = len(next(iter(found.values())))
-    even = all(len(places) == each for places in found.values())
+    even = all(len(indices) == each for indices in found.values())
     if not hierarchy or "" in found or not even or each == 1 or len(found) == 1:
-        return [[place] for place in range(len(members))]
+        return [[index] for index in range(len(members))]
     return list(found.values())
 
 
-def words_of(parts: Parts | None, labels: Sequence[int]) -> str:
+def describe_sizes(parts: ShardSizes | None, labels: Sequence[int]) -> str:
     """Says in words how much each member owns."""
     if parts is None:
         return "all ranks own equal shares"
-    told = ", ".join(f"rank {label} {part / PARTS:.1%}" for label, part in zip(labels, parts, strict=True))
-    return f"ranks own shares: {told}"
+    reported = ", ".join(f"rank {label} {part / SHARE_UNITS:.1%}" for label, part in zip(labels, parts, strict=True))
+    return f"ranks own shares: {reported}"
 
 
-def told_speed(each: Mapping[str, Any]) -> Speed:
+def received_speed(each: Mapping[str, Any]) -> Speed:
     """Returns the speed in what a rank has told when a view began."""
-    return speed_of(each.get("speed"))
+    return parse_speed(each.get("speed"))

@@ -13,39 +13,39 @@ from torch import nn
 
 from stormtorch.collectives import Group
 from stormtorch.collectives.base import objects
-from stormtorch.collectives.base.group import Islands
-from stormtorch.collectives.hierarchy import pays
+from stormtorch.collectives.base.group import NodeLayout
+from stormtorch.collectives.hierarchy import is_worthwhile
 from stormtorch.errors import Interrupted, StormError
-from stormtorch.exchange.waiting import BACKWARD, doing, is_elsewhere
+from stormtorch.exchange.waiting import BACKWARD, in_call, is_elsewhere
 from stormtorch.policies.policy import OwnerPolicy, overrides
 from stormtorch.reliability import REPAIRED
-from stormtorch.runtime.handover.moves import Cut
+from stormtorch.runtime.handover.moves import Partition
 from stormtorch.runtime.handover.reports import NO_SHARD, Report, ShardReport
-from stormtorch.runtime.handover.standby import Refill, Standby, can_follow
-from stormtorch.runtime.handover.transition import Held, Hello, Moved, greet, move
-from stormtorch.runtime.members.barrier import Meeting
+from stormtorch.runtime.handover.standby import Resync, Standby, can_follow
+from stormtorch.runtime.handover.transition import Handshake, MoveResult, RetainedShards, exchange_handshakes, move
+from stormtorch.runtime.members.barrier import Barrier
 from stormtorch.runtime.members.prepared_optimizer import plain_state, settings
-from stormtorch.runtime.members.served_collectives import EXACT_MODEL, NAMES, OPTIMIZER_STATE, Calls
+from stormtorch.runtime.members.served_collectives import EXACT_MODEL, NAMES, OPTIMIZER_STATE, ServedCollectives
 from stormtorch.runtime.memory import fingerprints
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.gradient_collector import GradientCollector
-from stormtorch.runtime.memory.gradient_norms import Norms
-from stormtorch.runtime.memory.shard_state import Holding
-from stormtorch.runtime.memory.sharded_optimizer import Shards, owns_whole
+from stormtorch.runtime.memory.gradient_norms import GradientNorms
+from stormtorch.runtime.memory.shard_state import ShardState
+from stormtorch.runtime.memory.sharded_optimizer import ShardedOptimizer, owns_whole
 from stormtorch.runtime.owner.feedback import Feedback
-from stormtorch.runtime.owner.full_state import Owned
-from stormtorch.runtime.owner.gradient_reduction import Reduction
-from stormtorch.runtime.owner.parameter_broadcast import Broadcast
-from stormtorch.runtime.owner.partitioner import Cutting
-from stormtorch.runtime.owner.redundancy_control import Protection
+from stormtorch.runtime.owner.full_state import FullStateGather
+from stormtorch.runtime.owner.gradient_reduction import GradientReduction
+from stormtorch.runtime.owner.parameter_broadcast import ParameterBroadcast
+from stormtorch.runtime.owner.partitioner import Partitioner
+from stormtorch.runtime.owner.redundancy_control import RedundancyControl
 from stormtorch.runtime.owner.separable import check_separable
 from stormtorch.runtime.session.buffers import buffers_of
-from stormtorch.runtime.session.parameter_barrier import Gate
+from stormtorch.runtime.session.parameter_barrier import ParameterBarrier
 from stormtorch.runtime.session.relays import Relays
-from stormtorch.runtime.session.round_reports import Rounds
+from stormtorch.runtime.session.round_reports import RoundReports
 from stormtorch.runtime.session.session import Session
-from stormtorch.staging.launch_queue import Order
-from stormtorch.telemetry.ledger import Row
+from stormtorch.staging.launch_queue import LaunchQueue
+from stormtorch.telemetry.ledger import LedgerRow
 
 _log = logging.getLogger("stormtorch")
 T = TypeVar("T")
@@ -77,14 +77,16 @@ class ShardedSession(Session):
                 type(optimizer).__name__,
             )
         whole, standbys = self._whole, self._standbys
-        self._cutting = Cutting(self, policy, buckets, standbys, whole=whole, by_machines=self._goes_by_machines)
-        self._order, self._relays = Order(), Relays(group.transport)
+        self._partitioner = Partitioner(
+            self, policy, buckets, standbys, whole=whole, by_machines=self._goes_by_machines
+        )
+        self._order, self._relays = LaunchQueue(), Relays(group.transport)
         self._lead = 0.0
         self._buffers = buffers_of(model)
-        self._row = Row(0)
-        self._exchanging = self._unstepped = self._misses = False
+        self._row = LedgerRow(0)
+        self._exchanging = self._step_pending = self._round_skipped = False
         self._calls_made = False
-        self._held: dict[int, Held] = {}
+        self._retained: dict[int, RetainedShards] = {}
         """What this rank had in the last settled view, and has got for later ones, while a view begins."""
         self._standby: Standby | None = None
         self._used: list[bool] = []
@@ -93,57 +95,65 @@ class ShardedSession(Session):
         """How often the optimizer's methods have moved parameters outside steps."""
         self._undo: Callable[[], None] | None = None
         """Undoes it, while this rank waits for the others to do so."""
-        self._refill = Refill.NOTHING
+        self._resync = Resync.NOTHING
         self._exchanged = -1
         """Number of the step whose gradients were last exchanged, or are exchanged now."""
-        self._rounds = rounds = Rounds(self, optimizer, policy)
+        self._round_reports = rounds = RoundReports(self, optimizer, policy)
         newcomer = self.membership.newcomer
         if not newcomer:
-            self._recut(self._cutting.first(self.view.members))
+            self._repartition(self._partitioner.first(self.view.members))
             self.agree(buckets)
             rounds.agree()
-            self.say_who_never_came(self._row)
-        self._shards = Shards(optimizer, self.parameters, buckets, whole=self._whole, personal=self.personal)
-        self._norms = Norms(group, buckets, len(self.parameters), lambda: self._gradients.complete())
+            self.log_absent_ranks(self._row)
+        self._shards = ShardedOptimizer(optimizer, self.parameters, buckets, whole=self._whole, personal=self.personal)
+        self._norms = GradientNorms(group, buckets, len(self.parameters), lambda: self._gradients.complete())
         self._norms.writable = self._own_gradients_change
-        self._norms.lacking = self._tell_of_norm
+        self._norms.on_missing = self._report_missing_norm
         self._gradients = GradientCollector(buckets, self._start, self._finish, self._norms)
         self._gradients.began, self._gradients.end = self.scaling.begins, self.backward_ended
         self._gradients.wanted = self.wants_exchange
-        self._gate = Gate(model, buckets, self._receive, self._passed, overlap=policy.overlap)
-        self.ledger.attend(group.rank, self.wait)
+        self._parameter_barrier = ParameterBarrier(model, buckets, self._receive, self._passed, overlap=policy.overlap)
+        self.ledger.attach_session(group.rank, self.wait)
         if newcomer:
             self.change()
             return
         self._begin_view(self._first_followed())
 
-    def _recut(self, cut: Cut, masters: Sequence[torch.Tensor] | None = None) -> None:
+    def _repartition(self, partition: Partition, masters: Sequence[torch.Tensor] | None = None) -> None:
         """Gives every bucket its shards in a view; `masters` are the float32 values of this rank's."""
-        place = cut.members.index(self.group.transport.rank)
-        self._cutting.now = cut
-        for bucket, layout in zip(self.buckets, cut.layouts, strict=True):
+        place = partition.members.index(self.group.transport.rank)
+        self._partitioner.now = partition
+        for bucket, layout in zip(self.buckets, partition.layouts, strict=True):
             values = torch.empty(0) if masters is None else masters[bucket.index]
             if values.numel():
                 bucket.flat.narrow(0, *layout.spans[place]).copy_(values)
-            bucket.recut(layout, place, values)
+            bucket.repartition(layout, place, values)
 
-    def _begin_view(self, followed: Holding | None) -> None:
+    def _begin_view(self, followed: ShardState | None) -> None:
         """Makes all that depends on the number of ranks. Buckets have their shards already."""
-        rounds, policy, buckets = self._rounds, self.policy, self.buckets
+        rounds, policy, buckets = self._round_reports, self.policy, self.buckets
         rounds.begin_view(buckets)
-        here = rounds.here
+        members_group = rounds.members_group
         up, down = rounds.channels("gradients", interruptible=True), rounds.channels("broadcast")
-        self._reduction = Reduction(up, policy, buckets, self._order, self._relays, self._layout(up))
-        self._broadcast = Broadcast(down, policy, buckets, self._order, self._relays, self._layout(down))
-        chunks = [self._broadcast.chunks_of(owner) for owner in range(here.size)]
-        rounds.open(chunks, chunks if policy.max_lag else [0] * here.size)
-        wires, chunk_bytes = self._broadcast.wires, here.transport.chunk_bytes
-        self._protection = Protection(policy, rounds.losses, buckets, wires, chunk_bytes)
+        self._reduction = GradientReduction(up, policy, buckets, self._order, self._relays, self._layout(up))
+        self._broadcast = ParameterBroadcast(down, policy, buckets, self._order, self._relays, self._layout(down))
+        chunks = [self._broadcast.chunks_of(owner) for owner in range(members_group.size)]
+        rounds.open(chunks, chunks if policy.max_lag else [0] * members_group.size)
+        wires, chunk_bytes = self._broadcast.wires, members_group.transport.chunk_bytes
+        self._redundancy_control = RedundancyControl(policy, rounds.losses, buckets, wires, chunk_bytes)
         self._feedback = Feedback(
-            policy, rounds, self._reduction, self._broadcast, self._protection, here.rank, here.size
+            policy,
+            rounds,
+            self._reduction,
+            self._broadcast,
+            self._redundancy_control,
+            members_group.rank,
+            members_group.size,
         )
         self._norms.begin_view(self.channel("norms"))
-        self._owned = Owned(here, self.optimizer, buckets, self._shards, self._broadcast, self._buffers)
+        self._full_state = FullStateGather(
+            members_group, self.optimizer, buckets, self._shards, self._broadcast, self._buffers
+        )
         self._standby = None
         if followed is not None:
             self._standby = Standby(
@@ -156,16 +166,16 @@ class ShardedSession(Session):
                 channel=self.channel("standby"),
                 order=self._order,
             )
-            self._standby.begin(self._shards.holding(), self.steps)
-        self._make_calls(rounds.meeting())
+            self._standby.begin(self._shards.shard_state(), self.steps)
+        self._make_calls(rounds.barrier())
 
-    def _layout(self, channels: Sequence[Group]) -> list[Islands] | None:
+    def _layout(self, channels: Sequence[Group]) -> list[NodeLayout] | None:
         """Returns how the exchanges of these channels go by machines; None if everything goes from rank to rank.
 
         An exchange of gradients in which a rank is lost is repeated in the next view, and the next view gives everyone
         all parameters: so nobody keeps what a rank took with it that others of its machine had sent, or waited for.
         """
-        return self.islands(channels) if self._goes_by_machines() else None
+        return self.node_layout(channels) if self._goes_by_machines() else None
 
     def _goes_by_machines(self) -> bool:
         """Whether exchanges go by machines, where the machines allow it."""
@@ -175,44 +185,44 @@ class ShardedSession(Session):
         length = sum(bucket.layout.elements * bucket.dtype.itemsize for bucket in self.buckets)
         # A deadline counts from when a rank begins. By machines, one slow rank would make its whole machine late.
         timed = any(each is not None for each in (policy.up.deadline_s, policy.down.deadline_s, policy.deadline))
-        return policy.hierarchy and not by_link and not timed and pays(length)
+        return policy.hierarchy and not by_link and not timed and is_worthwhile(length)
 
-    def _make_calls(self, meeting: Meeting) -> None:
+    def _make_calls(self, barrier: Barrier) -> None:
         if self._calls_made:
-            self._calls.meeting = meeting
+            self._calls.barrier = barrier
             self._calls.forget()
             return
         self._calls_made = True
-        self._calls: Calls = Calls(
-            meeting,
+        self._calls: ServedCollectives = ServedCollectives(
+            barrier,
             steps=lambda: self.steps,
-            ready=lambda: self._shards.settled and not self._entering,
+            ready=lambda: self._shards.settled and not self._applying_view,
             # From its exchange of gradients to its end, this rank waits for others within the step.
-            going_on=lambda: self._exchanged == self.steps and not is_elsewhere(),
-            serve=lambda call: self._owned.take_part(call, self._calls.group),
-            due=lambda: self.turns.due(self),
-            change=lambda: self.turns.change(self),
+            mid_step=lambda: self._exchanged == self.steps and not is_elsewhere(),
+            serve=lambda call: self._full_state.serve_call(call, self._calls.group),
+            due=lambda: self.iterations.due(self),
+            change=lambda: self.iterations.change(self),
         )
 
-    def _first_followed(self) -> Holding | None:
+    def _first_followed(self) -> ShardState | None:
         """Returns the shard that this rank follows from the start, when all ranks have the same parameters."""
-        cut, states = self._cutting.now, self._shards.state_at_start
-        for shard in range(len(cut.members)):
-            if cut.standby(shard) == self.group.transport.rank:
+        partition, states = self._partitioner.now, self._shards.state_at_start
+        for shard in range(len(partition.members)):
+            if partition.standby(shard) == self.group.transport.rank:
                 masters = [
                     bucket.flat.narrow(0, *layout.spans[shard]).detach().to(torch.float32, copy=True)
-                    for bucket, layout in zip(self.buckets, cut.layouts, strict=True)
+                    for bucket, layout in zip(self.buckets, partition.layouts, strict=True)
                 ]
-                return Holding(shard, cut.layouts, masters, lambda _bucket, piece: states(piece))
+                return ShardState(shard, partition.layouts, masters, lambda _bucket, piece: states(piece))
         return None
 
     # --- stage 1 ----------------------------------------------------------------------------------------------------
 
     def _start(self, bucket: Bucket) -> None:
         self._exchanging = True
-        if self._gradients.came(bucket):
-            self._gate.used(bucket.index)
-        self._gate.open([bucket.index])  # no module may have waited for these parameters
+        if self._gradients.received(bucket):
+            self._parameter_barrier.used(bucket.index)
+        self._parameter_barrier.open([bucket.index])  # no module may have waited for these parameters
         self._own_gradients_change(bucket)
         self._reduce(bucket)
 
@@ -222,10 +232,10 @@ class ShardedSession(Session):
 
     def _own_gradients_change(self, bucket: Bucket) -> None:
         if self._standby is not None:
-            with doing(BACKWARD):
+            with in_call(BACKWARD):
                 self._standby.sent(bucket)
 
-    def _tell_of_norm(self, gone: Sequence[int]) -> None:
+    def _report_missing_norm(self, gone: Sequence[int]) -> None:
         """Notes that a norm lacks shards: nobody else has the gradients of a rank that died after their averaging."""
         words = (
             f"the norm of the gradients of step {self.steps} lacks the shard of rank "
@@ -235,26 +245,26 @@ class ShardedSession(Session):
         _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
 
     def _finish(self) -> None:
-        self._gate.open()
+        self._parameter_barrier.open()
         began = time.perf_counter()
         # Keep events: an earlier backward of this step, or the beginning of a view, may have left some.
-        self._row = Row(self.steps, events=self._row.events, view_wait_s=self._row.view_wait_s)
+        self._row = LedgerRow(self.steps, events=self._row.events, view_wait_s=self._row.view_wait_s)
         self._exchanging = True
-        self.turns.begin(self)
+        self.iterations.begin(self)
         try:
             while not self._round(self._row):
-                if self.turns.misses(self) and self.policy.deadline is None:
-                    self._miss()
+                if self.iterations.misses_iteration(self) and self.policy.deadline is None:
+                    self._skip_round()
                     break
-                if not self.turns.change(self):
+                if not self.iterations.change(self):
                     self._drop_gradients()
                 for bucket in self.buckets:
                     self._reduce(bucket)
-            self.turns.made(self)
+            self.iterations.made(self)
         finally:
             self._exchanging = False
-            self.turns.end()
-        self._unstepped = True
+            self.iterations.end()
+        self._step_pending = True
         self._row.gradient_wait_s = time.perf_counter() - began
 
     def _drop_gradients(self) -> None:
@@ -264,49 +274,49 @@ class ShardedSession(Session):
             bucket.finite = True
         self.scaling.left_out()
 
-    def _miss(self) -> None:
+    def _skip_round(self) -> None:
         """Leaves out a round and the step: the others have gone on without this rank, which comes in with a turn."""
         self._drop_gradients()
-        self._gradients.recut()
+        self._gradients.repartition()
         self._shards.clear_gradients()
-        self._misses = self._norms.idle = True
+        self._round_skipped = self._norms.idle = True
 
-    def _round(self, row: Row) -> bool:
+    def _round(self, row: LedgerRow) -> bool:
         """Ends the exchange of gradients and reports. Returns False if another view begins with it."""
-        if self.turns.wants_view(self):
-            self._reduction.abandon()
+        if self.iterations.wants_view(self):
+            self._reduction.abort()
             return False
         self._exchanged = self.steps
-        rounds = self._rounds
+        rounds = self._round_reports
         samples_S = rounds.drift.read()
         used = self._gradients.used()
         used_P = torch.tensor([used.get(number, False) for number in range(len(self.parameters))], device="cpu")
         not_finite = not self._is_finite()
         digest = rounds.hyperparameters.digest()
         feedback, shard, scale = self._feedback, self._shard_report(), self.scaling.report(self.buckets)
-        self._cutting.measure(feedback)
+        self._partitioner.measure(feedback)
 
         def report_to(peer: int) -> Report:
             return feedback.report_to(peer, samples_S, used_P, not_finite, digest, shard, scale)
 
-        telling = rounds.tell(self.steps, report_to)
+        pending_reports = rounds.send_reports(self.steps, report_to)
         try:
             self._reduction.finish()
             self._norms.forget()
-            reports = rounds.hear(telling, row, self.steps, digest)
+            reports = rounds.receive_reports(pending_reports, row, self.steps, digest)
             complete = self.membership.complete()
         except Interrupted:
             complete = False
         if not complete:
-            telling.cancel()
-            self._reduction.abandon()
+            pending_reports.cancel()
+            self._reduction.abort()
             return False
-        self._held.clear()
+        self._retained.clear()
         if self._standby is not None:
             self._follow(self._standby, shard, reports, row)
-        self._reduction.present = rounds.here.size
+        self._reduction.present = rounds.members_group.size
         feedback.learn(reports, row, samples_S, self._lead, self.steps)
-        self._cutting.hear(reports, row)
+        self._partitioner.receive_reports(reports, row)
         row.gradients = self._labelled(self._reduction.links.fractions())
         row.effective_batch = self._reduction.effective_batch
         row.variance_inflation = self._reduction.variance_inflation
@@ -317,8 +327,8 @@ class ShardedSession(Session):
         if self.scaling.shown != 1.0:
             for bucket in self.buckets:
                 bucket.own_grads.mul_(self.scaling.shown)
-        self._hear(reports, row)
-        self._give(used_P, not_finite)
+        self._on_reports(reports, row)
+        self._set_gradients(used_P, not_finite)
         return True
 
     def _is_finite(self) -> bool:
@@ -331,16 +341,16 @@ class ShardedSession(Session):
         """Returns what this rank reports of its shard."""
         if self._standby is None:
             return NO_SHARD
-        return self._standby.report(self._shards.holding(), self.steps)
+        return self._standby.report(self._shards.shard_state(), self.steps)
 
-    def _follow(self, standby: Standby, own: ShardReport, reports: Mapping[int, Report], row: Row) -> None:
+    def _follow(self, standby: Standby, own: ShardReport, reports: Mapping[int, Report], row: LedgerRow) -> None:
         """Has the standby repeat the owner's last step, and look whether it is equal."""
         standby.follow()
         found = reports.get(standby.shard)
         owner = NO_SHARD if found is None else found.shard
         self._seeds = own.seed, owner.seed
-        self._refill = Refill(max(own.refill, *(report.shard.refill for report in reports.values())))
-        if not standby.compare(owner, self._refill, self.steps):
+        self._resync = Resync(max(own.resync, *(report.shard.resync for report in reports.values())))
+        if not standby.compare(owner, self._resync, self.steps):
             label = self.labels()[standby.shard]
             words = (
                 f"this rank's standby of the shard of rank {label} had become different from it, as if {label}'s "
@@ -350,18 +360,18 @@ class ShardedSession(Session):
             if standby.mismatches == 1:
                 _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
 
-    def _hear(self, reports: Mapping[int, Report], row: Row) -> None:
+    def _on_reports(self, reports: Mapping[int, Report], row: LedgerRow) -> None:
         """Called with the reports of a round that is complete, for subclasses."""
 
     def _labelled(self, fractions: Mapping[int, float]) -> dict[int, float]:
         labels = self.labels()
         return {labels[place]: fraction for place, fraction in fractions.items()}
 
-    def _give(self, used_P: torch.Tensor, not_finite: bool) -> None:
+    def _set_gradients(self, used_P: torch.Tensor, not_finite: bool) -> None:
         """Gives gradients to the optimizer, and to parameters that only other ranks have used."""
         # If one rank's gradients are not finite, every rank must see that, so that GradScaler skips the step on all.
         self._used = used_P.tolist()
-        self._shards.give_gradients(self._used, finite=not not_finite)
+        self._shards.assign_gradients(self._used, finite=not not_finite)
         self._gradients.show(self._used)
 
     # --- the step, and stage 2 --------------------------------------------------------------------------------------
@@ -375,7 +385,7 @@ class ShardedSession(Session):
         """Waits for gradients, unless a closure will compute them."""
         if not closure:
             self._gradients.complete()
-        if self._misses:
+        if self._round_skipped:
             self._shards.clear_gradients()
             self._shards.begin_step()
             return
@@ -383,31 +393,31 @@ class ShardedSession(Session):
 
     def _ready_step(self) -> None:
         """Gets everything ready for the optimizer's step on this rank's shard."""
-        self._gate.open()
+        self._parameter_barrier.open()
         self._calls.forget()
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.follow()
         self._shards.begin_step()
         exact = self._feedback.guarded or self.policy.down.exact
-        loss = self._rounds.losses.broadcast.value
+        loss = self._round_reports.losses.broadcast.value
         self._lead = 0.0 if exact else self.policy.ahead(loss)
         if self._broadcast.looks_back(self._lead):
             for bucket in self.buckets:
                 bucket.remember()
-        self._rounds.drift.choose(self.steps + 1)
-        self._rounds.drift.before_step()
-        self._cutting.step_begins()
+        self._round_reports.drift.choose(self.steps + 1)
+        self._round_reports.drift.before_step()
+        self._partitioner.step_begins()
 
     def gradients_final(self, *, within: bool = False) -> None:
         """Takes the gradients for the standby, as the optimizer is about to use them."""
-        if self._misses:
+        if self._round_skipped:
             return
         if within:
             self._ready_step()  # anew, as another view may have begun
         self.settle_gradients()
         if self._standby is not None:
-            self._standby.take(self._used, self._seeds, self._refill, self._shards.holding())
+            self._standby.take(self._used, self._seeds, self._resync, self._shards.shard_state())
             if not within:
                 self._standby.send()
 
@@ -426,19 +436,19 @@ class ShardedSession(Session):
     @torch.no_grad()
     def after_step(self) -> None:
         """Begins the broadcast, with the buckets first that forward needs first."""
-        self._unstepped = False
-        if self._misses:
-            self._misses = self._norms.idle = False
+        self._step_pending = False
+        if self._round_skipped:
+            self._round_skipped = self._norms.idle = False
             self._shards.end_step()
             return
-        self._cutting.step_ends()
+        self._partitioner.step_ends()
         self._shards.end_step()
         if self._standby is not None:
             if not self._standby.taken:
                 self.gradients_final()  # the optimizer has not called its closure
-            self._standby.stepped(self._shards.holding(), self.steps)
+            self._standby.stepped(self._shards.shard_state(), self.steps)
         row, broadcast, guarded = self._row, self._broadcast, self._feedback.guarded
-        reliability = REPAIRED if guarded and not self.policy.down.exact else self._protection.down
+        reliability = REPAIRED if guarded and not self.policy.down.exact else self._redundancy_control.down
         self._feedback.broadcast_begins(exact=guarded or reliability.exact)
         broadcast.clear()
         serve, fetch = self._feedback.requests()
@@ -447,15 +457,15 @@ class ShardedSession(Session):
                 bucket,
                 self._lead,
                 reliability,
-                self.steps * self._rounds.here.size + self._rounds.here.rank,
+                self.steps * self._round_reports.members_group.size + self._round_reports.members_group.rank,
                 [None if each is None else each[bucket.index] for each in serve],
                 [None if each is None else each[bucket.index] for each in fetch],
             )
-        self._rounds.drift.after_step()
+        self._round_reports.drift.after_step()
         row.step, row.lead, row.guarded = self.steps, self._lead, guarded
         self.steps += 1
         self._buffers.remember()
-        self._gate.close()
+        self._parameter_barrier.close()
         self.stepped()
 
     def _receive(self, bucket: Bucket) -> None:
@@ -463,11 +473,11 @@ class ShardedSession(Session):
 
     def _passed(self) -> None:
         """Completes the row of a step: all its parameters have arrived or are lost."""
-        row, self._row = self._row, Row(self.steps)
+        row, self._row = self._row, LedgerRow(self.steps)
         row.broadcast = self._labelled(self._broadcast.links.fractions())
-        row.broadcast_wait_s = self._gate.waited_s
+        row.broadcast_wait_s = self._parameter_barrier.waited_s
         if self._standby is not None:
-            self._standby.arrived(self._broadcast.came(self._standby.shard))
+            self._standby.arrived(self._broadcast.received(self._standby.shard))
         self.count_sent(row)
         row.lag = self._broadcast.lag()
         row.fetched = self._broadcast.fetched
@@ -476,20 +486,20 @@ class ShardedSession(Session):
 
     # --- ranks that come and go --------------------------------------------------------------------------------------
 
-    def at_rest(self) -> bool:
+    def is_between_steps(self) -> bool:
         """Whether this rank is between two steps: it exchanges nothing, and begins no view."""
-        return self._gate.is_open and not (self._exchanging or self._entering or self._unstepped)
+        return self._parameter_barrier.is_open and not (self._exchanging or self._applying_view or self._step_pending)
 
     @property
-    def rests(self) -> bool:
+    def has_no_pending_step(self) -> bool:
         """Whether no averaged gradients wait for a step, so that a view could begin with this session."""
-        return not self._unstepped
+        return not self._step_pending
 
     def switch(self) -> None:
         """Begins the latest view before another session's round. Backward may have begun this one's."""
         begun = [bucket for bucket in self.buckets if self._gradients.started(bucket)] if self._exchanging else []
         if begun:
-            self._reduction.abandon()
+            self._reduction.abort()
         if not self.change():
             self._drop_gradients()
         for bucket in begun:
@@ -498,15 +508,15 @@ class ShardedSession(Session):
     def begin_latest(self) -> bool:
         """Moves shards, with the optimizer's state, to where the latest view wants them."""
         if not self.membership.newcomer:
-            self._gate.open()
-            if not self._held:
+            self._parameter_barrier.open()
+            if not self._retained:
                 for bucket in self.buckets:
                     bucket.follow()
                 if self._standby is not None:
-                    self._standby.end(self._shards.holding())
-                self._held[self.membership.settled] = self._holds()
+                    self._standby.end(self._shards.shard_state())
+                self._retained[self.membership.settled] = self._retained_state()
         began = time.perf_counter()
-        while (held := self._enter(self.turns.await_view(self))) is None:
+        while (held := self._try_view(self.iterations.await_view(self))) is None:
             pass
         self._row.view_wait_s += time.perf_counter() - began
         return held
@@ -516,139 +526,139 @@ class ShardedSession(Session):
         """Prunes all buckets, and the optimizer's state of what this rank owns and follows."""
         if self._standby is not None:
             self._standby.follow()
-        held = self._holds()
+        held = self._retained_state()
         for bucket, kept in zip(self.buckets, masks, strict=True):
             bucket.prune(kept)
-        for holding in (held.own, held.followed):
-            if holding is not None:
-                holding.clear_pruned(self.buckets)
+        for shard_state in (held.own, held.followed):
+            if shard_state is not None:
+                shard_state.clear_pruned(self.buckets)
         self.count_pruning()
-        self._held.clear()
+        self._retained.clear()
         self._begin_view(held.followed)
 
-    def _holds(self) -> Held:
+    def _retained_state(self) -> RetainedShards:
         standby = self._standby
-        followed = None if standby is None else standby.holding()
-        cut = self._cutting.now
-        ages = [self._broadcast.oldest_of(owner) for owner in range(len(cut.members))]
+        followed = None if standby is None else standby.shard_state()
+        partition = self._partitioner.now
+        ages = [self._broadcast.oldest_of(owner) for owner in range(len(partition.members))]
         if standby is None:
-            return Held(cut, self._shards.holding(), followed, ages)
+            return RetainedShards(partition, self._shards.shard_state(), followed, ages)
         flags = standby.behind > 0, standby.differs, standby.older, standby.changes
-        return Held(cut, self._shards.holding(), followed, ages, *flags)
+        return RetainedShards(partition, self._shards.shard_state(), followed, ages, *flags)
 
-    def _enter(self, latest: Any) -> bool | None:
+    def _try_view(self, latest: Any) -> bool | None:
         """Moves shards to where they belong in a view.
 
         Returns whether this rank held a part of what the members had before; None if another view has come meanwhile.
         """
         membership, rank = self.membership, self.group.transport.rank
         base, round_ = membership.base(latest)
-        held = None if membership.blank() else self._held.get(base)
+        held = None if membership.blank() else self._retained.get(base)
         members, waiting = membership.members_of(latest), membership.waiting(latest)
         machine = self.group.transport.machine_of(rank) if self.policy.hierarchy else ""
         try:
-            group = self.moving(latest, without=() if rank in waiting else waiting)
-            told = held, self.steps, self.given(), machine, self._cutting.speed
-            takes_in = self.turns.takes_in(latest.number) and self._undo is None
-            hello = greet(group, *told, moves=self._moves, open_=takes_in)
-            if not hello.open:
-                waiting = [each for each in members if each not in hello.there]
+            group = self.transition_group(latest, without=() if rank in waiting else waiting)
+            reported = held, self.steps, self.given(), machine, self._partitioner.speed
+            admits_joiners = self.iterations.admits_joiners(latest.number) and self._undo is None
+            handshake = exchange_handshakes(group, *reported, moves=self._moves, open_=admits_joiners)
+            if not handshake.open:
+                waiting = [each for each in members if each not in handshake.holders]
                 members = tuple(each for each in members if each not in waiting)
                 if rank in waiting:
-                    membership.pass_over(latest)
+                    membership.skip_view(latest)
                     return None
             elif waiting and rank not in waiting:
-                group = self.moving(latest)
-                hello = greet(group, *told, moves=self._moves)
+                group = self.transition_group(latest)
+                handshake = exchange_handshakes(group, *reported, moves=self._moves)
             if held is None:
-                self.check_fits(hello.told[hello.giver(members)])
-                self._moves = hello.moves
-            elif self._undo is not None and hello.moves < self._moves:
+                self.check_fits(handshake.reported[handshake.sender(members)])
+                self._moves = handshake.moves
+            elif self._undo is not None and handshake.moves < self._moves:
                 self._undo()
-                self._moves, self._undo = hello.moves, None
-            before, after = self._cutting.change(hello, members)
-            moved = move(group, hello, before, after, held, self.buckets, whole=self._whole)
+                self._moves, self._undo = handshake.moves, None
+            before, after = self._partitioner.change(handshake, members)
+            moved = move(group, handshake, before, after, held, self.buckets, whole=self._whole)
             if rank not in members:
                 objects.gather(True, group)
                 self.leave()
-            self.steps = hello.steps
+            self.steps = handshake.steps
             membership.enter(latest, self.steps, members)
             if held is None:
-                self.come(hello.told[hello.giver(members)])
-            self.machines = hello.machines
-            learns = self.learn_masks(hello.told, new=held is None)
-            self._recut(after, moved.masters)
-            self._shards.recut(lambda bucket, piece: moved.states[bucket, piece])
-            for holding in (self._shards.holding(), moved.followed) if learns else ():
-                if holding is not None:
-                    holding.clear_pruned(self.buckets)
+                self.joined(handshake.reported[handshake.sender(members)])
+            self.machines = handshake.machines
+            learns = self.sync_masks(handshake.reported, new=held is None)
+            self._repartition(after, moved.masters)
+            self._shards.repartition(lambda bucket, piece: moved.states[bucket, piece])
+            for shard_state in (self._shards.shard_state(), moved.followed) if learns else ():
+                if shard_state is not None:
+                    shard_state.clear_pruned(self.buckets)
             self._begin_view(moved.followed)
-            self._held[latest.number] = self._holds()
+            self._retained[latest.number] = self._retained_state()
             # Averaged gradients of an earlier backward of this step stay good where shards stay what they were.
             cuts = zip(before.layouts, after.layouts, strict=True)
             same = held is not None and before.members == after.members and all(o.spans == n.spans for o, n in cuts)
-            self._share_all(hello, members, same=same)
+            self._gather_all_parameters(handshake, members, same=same)
             objects.gather(True, group)
         except Interrupted:
             return None
         if not membership.settle(round_):
             return None
         self.forget_channels()
-        self._tell(before, after, moved, hello)
-        self.taken({rank: told["carried"] for rank, told in hello.told.items()})
+        self._tell(before, after, moved, handshake)
+        self.taken({rank: reported["carried"] for rank, reported in handshake.reported.items()})
         return held is not None
 
-    def _share_all(self, hello: Hello, members: Sequence[int], *, same: bool) -> None:
+    def _gather_all_parameters(self, handshake: Handshake, members: Sequence[int], *, same: bool) -> None:
         """Gives every member all parameters, and newcomers what else they need."""
-        if not same and self._gradients.recut():
+        if not same and self._gradients.repartition():
             words = f"the gradients of earlier backwards of step {self.steps} are lost: shards were cut anew within it"
             self._row.events.append(words)
             _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
-        with self._calls.occupied():
-            self._owned.share(self.channel("share", interruptible=True))
+        with self._calls.serving_paused():
+            self._full_state.gather_parameters(self.channel("share", interruptible=True))
         if self._standby is not None:
             self._standby.arrived()
-        newcomers = hello.newcomers(members)
+        newcomers = handshake.newcomers(members)
         if newcomers:
             group = self.channel("handover", interruptible=True)
-            root, new = members.index(hello.giver(members)), group.transport.rank in newcomers
-            self.hand_rest(group, self.buckets, root, take=new)
-            self._rounds.hyperparameters.take(group, root, new=new)
+            root, new = members.index(handshake.sender(members)), group.transport.rank in newcomers
+            self.broadcast_rest(group, self.buckets, root, take=new)
+            self._round_reports.hyperparameters.take(group, root, new=new)
         self._buffers.remember()
 
-    def _tell(self, before: Cut, after: Cut, moved: Moved, hello: Hello) -> None:
+    def _tell(self, before: Partition, after: Partition, moved: MoveResult, handshake: Handshake) -> None:
         """Notes in the ledger, and logs, who has come and gone, and what has gone with them."""
-        told = [self.told_of(before.members, after.members, hello.newcomers(after.members))]
-        told += self._cutting.told(before)
-        told += [
+        reported = [self.describe_view_change(before.members, after.members, handshake.newcomers(after.members))]
+        reported += self._partitioner.reported(before)
+        reported += [
             f"the shard of rank {self.label(before.members[shard])} had no standby left: its parameters are the "
             "freshest copy, and the optimizer's state of it and of parameters that reach into it begins anew"
             for shard in moved.lost
         ]
-        told += [
+        reported += [
             f"the last update of the shard of rank {self.label(before.members[shard])} is lost: the rank was gone "
             "before its standby had it"
             for shard in moved.late
         ]
-        told += [
+        reported += [
             f"the shard of rank {self.label(before.members[shard])} goes on from a standby that was not equal to it: "
             "it lacks what the program has changed since the last step, or steps that could not be repeated"
             for shard in moved.unequal
         ]
-        for words in told:
+        for words in reported:
             self._row.events.append(words)
             _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
-        self.say_how_it_came(self._row)
+        self.log_join_messages(self._row)
 
     @torch.no_grad()
     def shard_prints(self) -> dict[int, list[int]]:
         """Returns fingerprints of this rank's shard and of the one that it follows, by the rank that owns each."""
-        self._gate.open()
+        self._parameter_barrier.open()
         members, found = self.view.members, {}
         if self._standby is not None:
             self._standby.follow()
-            found[members[self._standby.shard]] = list(fingerprints.of_holding(self._standby.holding()))
-        found[self.group.transport.rank] = list(fingerprints.of_holding(self._shards.holding()))
+            found[members[self._standby.shard]] = list(fingerprints.of_shard_state(self._standby.shard_state()))
+        found[self.group.transport.rank] = list(fingerprints.of_shard_state(self._shards.shard_state()))
         return found
 
     # --- for the user -----------------------------------------------------------------------------------------------
@@ -658,7 +668,7 @@ class ShardedSession(Session):
         self._gradients.clear(set_to_none)
         self._shards.clear_gradients()
         self.forget_personal(set_to_none=set_to_none)
-        self._unstepped = False  # a step that was skipped will not come
+        self._step_pending = False  # a step that was skipped will not come
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context within which backward exchanges nothing."""
@@ -666,11 +676,11 @@ class ShardedSession(Session):
 
     def arriving(self) -> bool:
         """Whether parameters are on their way."""
-        return not self._gate.is_open
+        return not self._parameter_barrier.is_open
 
     def wait(self) -> None:
         """Waits until the parameters of the last step have arrived or are lost."""
-        self._gate.open()
+        self._parameter_barrier.open()
 
     def whole_groups(self) -> list[dict[str, Any]]:
         """Returns the optimizer's groups with the model's parameters."""
@@ -696,7 +706,7 @@ class ShardedSession(Session):
                 bucket.settle()
             self._calls.forget()
             if self._standby is not None:
-                self._standby.move(method, self._shards.holding())
+                self._standby.move(method, self._shards.shard_state())
             self._moves, self._undo = self._moves + 1, undo
             if self._all_moved():
                 return result
@@ -704,7 +714,7 @@ class ShardedSession(Session):
     def _undoing(self) -> Callable[[], None]:
         """Returns what undoes a move that is about to be made."""
         standby, optimizer = self._standby, self.optimizer
-        own = [(each, each.clone()) for each in self._shards.holding().masters]
+        own = [(each, each.clone()) for each in self._shards.shard_state().masters]
         followed = None if standby is None else standby.kept()
         groups = [dict(each) for each in optimizer.param_groups]
         states = {key: dict(each) for key, each in optimizer.state.items() if isinstance(each, dict)}
@@ -730,11 +740,11 @@ class ShardedSession(Session):
         not moved its own, none has gone on: they undo it. Returns False if that has happened here.
         """
         try:
-            with doing("the optimizer's train() or eval()"):
+            with in_call("the optimizer's train() or eval()"):
                 group = self.channel(f"moves/{self._moves}", interruptible=True)
                 objects.gather(True, group)
-                with self._calls.occupied():
-                    self._owned.share(group)
+                with self._calls.serving_paused():
+                    self._full_state.gather_parameters(group)
             if self._standby is not None:
                 self._standby.adopt()
             return True
@@ -747,20 +757,20 @@ class ShardedSession(Session):
     @torch.no_grad()
     def synchronise(self, call: int = EXACT_MODEL) -> None:
         """Gives this rank the owners' parameters and the mean of all ranks' floating-point buffers."""
-        with doing(NAMES[call]):
-            self._gate.open()
+        with in_call(NAMES[call]):
+            self._parameter_barrier.open()
 
-        def share(kept: object) -> None:
+        def gather_parameters(kept: object) -> None:
             if self._standby is not None:
                 self._standby.follow()
             if kept is None:
-                self._owned.share(self._calls.group)
+                self._full_state.gather_parameters(self._calls.group)
             else:
-                self._owned.follow(kept, self._calls.group)
+                self._full_state.follow(kept, self._calls.group)
             if self._standby is not None:
                 self._standby.adopt()
 
-        self._call(call, share)
+        self._call(call, gather_parameters)
 
     def _call(self, call: int, work: Callable[[object], T]) -> T:
         """Makes a call together with all members, again from the start whenever another view begins meanwhile.
@@ -777,24 +787,24 @@ class ShardedSession(Session):
                 with self._calls.call(call) as kept:
                     return work(kept)
             except Interrupted as error:
-                if self._unstepped:
+                if self._step_pending:
                     raise StormError(
                         f"rank {self.label(self.group.transport.rank)}: a rank is gone, and {NAMES[call]} cannot end "
                         "between backward() and step(): call it after step()"
                     ) from error
-            self.turns.change(self)
+            self.iterations.change(self)
 
     @torch.no_grad()
     def loaded(self) -> None:
         """Copies loaded parameters to the float32 values that the optimizer works on."""
-        self._gate.open()
+        self._parameter_barrier.open()
         self._calls.forget()
-        self._held.clear()  # what is loaded counts from now on
+        self._retained.clear()  # what is loaded counts from now on
         for bucket in self.buckets:
             bucket.adopt()
         if self._standby is not None:
             self._standby.load(None, self.buckets)
-            self._standby.begin(self._shards.holding(), self.steps)
+            self._standby.begin(self._shards.shard_state(), self.steps)
         self._buffers.remember()
 
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
@@ -802,18 +812,18 @@ class ShardedSession(Session):
 
         def gather(kept: object) -> dict[str, Any]:
             # Asked anew: the beginning of a view gives this rank another part.
-            return self._owned.optimizer_state(plain_state(self.optimizer), kept, self._calls.group)
+            return self._full_state.optimizer_state(plain_state(self.optimizer), kept, self._calls.group)
 
         return self._call(OPTIMIZER_STATE, gather)
 
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of a state dict of the whole optimizer."""
         self._calls.forget()
-        self._held.clear()  # what is loaded counts from now on
+        self._retained.clear()  # what is loaded counts from now on
         local = self._shards.scatter(whole)
         for bucket in self.buckets:
             bucket.settle()
         if self._standby is not None:
-            self._standby.load(lambda piece: self._shards.cut_of(whole, piece), self.buckets)
-            self._standby.begin(self._shards.holding(), self.steps)
+            self._standby.load(lambda piece: self._shards.state_slice(whole, piece), self.buckets)
+            self._standby.begin(self._shards.shard_state(), self.steps)
         return local

@@ -12,26 +12,26 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.collectives.formats.sparse import SparseWire
 from stormtorch.collectives.wire import Wire, narrower
-from stormtorch.exchange.exchange import Arrival
+from stormtorch.exchange.exchange import ExchangeResult
 from stormtorch.policies import rules
 from stormtorch.policies.memory import Memory
 from stormtorch.policies.policy import overrides
 from stormtorch.policies.rank_policy import RankPolicy, takes_rank
-from stormtorch.runtime.memory.arrival_counts import Links
+from stormtorch.runtime.memory.arrival_counts import ArrivalCounts
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.chunked import Remembered, chunked, windows
-from stormtorch.runtime.rank.memories import Call, Memories
-from stormtorch.runtime.session.adaptive_deadline import Pressure
-from stormtorch.runtime.session.profiling import shown
+from stormtorch.runtime.memory.chunked import ChunkMemory, chunked, windows
+from stormtorch.runtime.rank.memories import CallContext, Memories
+from stormtorch.runtime.session.adaptive_deadline import AdaptiveDeadline
+from stormtorch.runtime.session.profiling import profiler_range
 from stormtorch.runtime.session.relays import Relays
-from stormtorch.staging.launch_queue import Order
+from stormtorch.staging.launch_queue import LaunchQueue
 
 Vectors = Callable[[Bucket], tuple[torch.Tensor, torch.Tensor]]
 """Returns the vector of a bucket that ranks exchange, and the memory that the network reads and writes."""
 
 
 @dataclass
-class Standing:
+class Participation:
     """What all ranks have done for a round that begins."""
 
     weight: float = 1.0
@@ -51,11 +51,11 @@ class Standing:
 
 
 @dataclass
-class _Round:
+class _BucketExchange:
     """The exchange of one bucket that is under way."""
 
     group: Group
-    standing: Standing
+    participation: Participation
     begun: Future[Sequence[Pending]] | Sequence[Pending]
     """What has begun: both stages at once, or the first one and what follows it, or the messages of a pair."""
     fused: bool = False
@@ -68,9 +68,9 @@ class _Round:
     """Memory for what each rank sends of this owner's shard, where the engine does not add it up."""
     seed: int = 0
     """Seed of the offsets of the wire's grids."""
-    up: list[Arrival] = field(default_factory=list)
+    up: list[ExchangeResult] = field(default_factory=list)
     """Arrivals of the first stage, once it has ended."""
-    rooms: list[torch.Tensor] = field(default_factory=list)
+    receive_buffers: list[torch.Tensor] = field(default_factory=list)
     """Memory for the answer of each owner, or for the partner's message."""
     known_C: list[torch.Tensor] = field(default_factory=list)
     """For each owner, memory for flags that say which of this rank's chunks have reached it."""
@@ -115,16 +115,16 @@ class Averages:
         policy: RankPolicy,
         buckets: Sequence[Bucket],
         vectors: Vectors,
-        order: Order,
+        order: LaunchQueue,
         group: Group,
         memories: Memories,
         reports: Sequence[Group],
         following: Sequence[Group],
     ) -> None:
         size = group.size
-        self._up_pressure = Pressure(policy.allowed_loss, exact=policy.up.exact)
-        self._down_pressure = Pressure(policy.allowed_loss, exact=policy.down.exact)
-        self.up, self.down = Links(size), Links(size)
+        self._up_deadline = AdaptiveDeadline(policy.allowed_loss, exact=policy.up.exact)
+        self._down_deadline = AdaptiveDeadline(policy.allowed_loss, exact=policy.down.exact)
+        self.up, self.down = ArrivalCounts(size), ArrivalCounts(size)
         """Chunks that arrived from each peer since the last `clear`, on the way to owners and back."""
         self.losses = [0.0] * size
         """Measured loss of what this rank sends to each rank."""
@@ -144,10 +144,10 @@ class Averages:
         # A model that is rounded at every exchange would never move by less than that: ranks keep what rounding took.
         self._keeps = policy.sends == "parameters" and policy.wire.is_floating_point and policy.codes is None
         changed = any(overrides(policy, name) for name in ("send", "combine", "update", "accept", "sent"))
-        self._plain = not (changed or policy.delay or policy.pace == "fastest" or policy.meets_in_pairs)
+        self._plain = not (changed or policy.delay or policy.pace == "fastest" or policy.exchanges_in_pairs)
         self._accepts = overrides(policy, "accept")
-        self._follows = policy.owners_remember and memories.held.cut.standby(0) is not None
-        self._rounds: dict[int, _Round] = {}
+        self._follows = policy.owners_remember and memories.held.partition.standby(0) is not None
+        self._rounds: dict[int, _BucketExchange] = {}
         self._copies = self._inverse = self._chunks = 0.0
 
     def chunks_of(self, owner: int) -> int:
@@ -161,46 +161,46 @@ class Averages:
 
     def clear(self) -> None:
         """Learns from all counts how long to wait, and resets them."""
-        self._up_pressure.learn(self.up)
-        self._down_pressure.learn(self.down)
+        self._up_deadline.learn(self.up)
+        self._down_deadline.learn(self.down)
         self.up.clear()
         self.down.clear()
         self._copies = self._inverse = self._chunks = 0.0
 
     # --- beginning ----------------------------------------------------------------------------------------------------
 
-    def start(self, bucket: Bucket, group: Group, standing: Standing, seed: int = 0) -> None:
+    def start(self, bucket: Bucket, group: Group, participation: Participation, seed: int = 0) -> None:
         """Begins to send a bucket's vector.
 
         Args:
             bucket: The bucket.
             group: All ranks, in the order in which they own the shards.
-            standing: What the ranks have done for this round.
+            participation: What the ranks have done for this round.
             seed: Seed of the offsets of the wire's grids.
         """
         vector, host = self._vectors(bucket)
         wire = self._wires[bucket.index]
         fused = self._plain and wire.dtype == bucket.dtype
-        name = "all_reduce" if fused else "exchange" if self._policy.meets_in_pairs else "reduce_scatter"
-        with shown(name, bucket.index, vector.numel(), wire.dtype):
-            moments = bucket.fetch(host, vector) if bucket.apart else []
+        name = "all_reduce" if fused else "exchange" if self._policy.exchanges_in_pairs else "reduce_scatter"
+        with profiler_range(name, bucket.index, vector.numel(), wire.dtype):
+            events = bucket.fetch(host, vector) if bucket.is_staged else []
             if fused:
 
                 def begin() -> Pending:
                     # One exchange has both stages, and each has half of the time.
-                    reliability = self._up_pressure.within(self._policy.up, part=0.5)
-                    share = self._down_pressure.within(self._policy.down, part=0.5)
+                    reliability = self._up_deadline.within(self._policy.up, part=0.5)
+                    share = self._down_deadline.within(self._policy.down, part=0.5)
                     return collectives.all_reduce(group, host, Op.AVG, reliability=reliability, share=share)
 
-                begun = self._order.begin(lambda: [begin()], moments)
-                self._rounds[bucket.index] = _Round(group, standing, begun, True)  # type: ignore[arg-type]  # it holds what `begin` returns
+                begun = self._order.begin(lambda: [begin()], events)
+                self._rounds[bucket.index] = _BucketExchange(group, participation, begun, True)  # type: ignore[arg-type]  # it holds what `begin` returns
                 return
-            for moment in moments:
+            for moment in events:
                 moment.synchronize()
-            if self._policy.meets_in_pairs:
-                self._rounds[bucket.index] = self._meet(bucket, group, host, standing, seed)
+            if self._policy.exchanges_in_pairs:
+                self._rounds[bucket.index] = self._exchange_pair(bucket, group, host, participation, seed)
             else:
-                self._rounds[bucket.index] = self._reduce(bucket, group, host, standing, seed)
+                self._rounds[bucket.index] = self._reduce(bucket, group, host, participation, seed)
 
     def _sent(self, bucket: Bucket, part: torch.Tensor, first: int, loss: float) -> torch.Tensor:
         """Returns what the policy sends of a part of a bucket, in memory that training does not change."""
@@ -211,19 +211,23 @@ class Averages:
         takes = takes_rank(policy.send)
         return chunked(policy.send, wire.per_chunk, [part], [loss], memory if takes else None)
 
-    def _meet(self, bucket: Bucket, group: Group, host: torch.Tensor, standing: Standing, seed: int) -> _Round:
-        wire, up = self._wires[bucket.index], self._up_pressure.within(self._policy.up)
-        if standing.partner == group.rank:
-            return _Round(group, standing, ())
-        message = wire.encode(self._sent(bucket, host, 0, self.losses[standing.partner]), seed)
+    def _exchange_pair(
+        self, bucket: Bucket, group: Group, host: torch.Tensor, participation: Participation, seed: int
+    ) -> _BucketExchange:
+        wire, up = self._wires[bucket.index], self._up_deadline.within(self._policy.up)
+        if participation.partner == group.rank:
+            return _BucketExchange(group, participation, ())
+        message = wire.encode(self._sent(bucket, host, 0, self.losses[participation.partner]), seed)
         room = wire.room(host.numel())
         begun = (
-            collectives.send(group, message, standing.partner, reliability=up),
-            collectives.receive(group, room, standing.partner, reliability=up),
+            collectives.send(group, message, participation.partner, reliability=up),
+            collectives.receive(group, room, participation.partner, reliability=up),
         )
-        return _Round(group, standing, begun, rooms=[room])
+        return _BucketExchange(group, participation, begun, receive_buffers=[room])
 
-    def _reduce(self, bucket: Bucket, group: Group, host: torch.Tensor, standing: Standing, seed: int) -> _Round:
+    def _reduce(
+        self, bucket: Bucket, group: Group, host: torch.Tensor, participation: Participation, seed: int
+    ) -> _BucketExchange:
         """Begins the first stage; the second follows it on a background thread."""
         wire, policy = self._wires[bucket.index], self._policy
         spans = bucket.spans
@@ -232,26 +236,26 @@ class Averages:
             for part, (first, _), rank in zip(bucket.shards(host), spans, group.ranks, strict=True)
         ]
         mean = torch.empty(spans[group.rank][1], dtype=torch.float32, device="cpu")
-        kept = parts if policy.reports or standing.weights_N else []
-        round_ = _Round(group, standing, (), mean=mean, parts=kept, seed=seed)
-        weighed = parts if standing.weight == 1.0 else [part * standing.weight for part in parts]
+        kept = parts if policy.reports or participation.weights_N else []
+        round_ = _BucketExchange(group, participation, (), mean=mean, parts=kept, seed=seed)
+        weighed = parts if participation.weight == 1.0 else [part * participation.weight for part in parts]
         if self._by_messages(wire):
             messages = [wire.encode(part.float(), seed) for part in weighed]
             round_.parts = [wire.rounded(part.float(), seed) for part in weighed] if kept else []
             round_.messages = [wire.room(mean.numel()) for _ in messages]
             first = collectives.all_to_all(
-                group, round_.messages, messages, reliability=self._up_pressure.within(policy.up)
+                group, round_.messages, messages, reliability=self._up_deadline.within(policy.up)
             )
         else:
             assert isinstance(wire, Wire), "sparse messages are read one by one"
             given = [part.to(wire.reduces) for part in weighed]
-            first = wire.reduce_scatter(group, mean, given, reliability=self._up_pressure.within(policy.up))
-        needed = [first] if standing.all_weights is None else [first, standing.all_weights]
+            first = wire.reduce_scatter(group, mean, given, reliability=self._up_deadline.within(policy.up))
+        needed = [first] if participation.all_weights is None else [first, participation.all_weights]
         call = self._memories.call
 
         def then() -> Sequence[Pending]:
             round_.up = first.wait()
-            return self._give_back(bucket, round_, call)
+            return self._send_answer(bucket, round_, call)
 
         round_.begun = [self._relays.begin(needed, then, group.others())]
         return round_
@@ -260,18 +264,18 @@ class Averages:
         """Whether an owner reads each rank's message: the engine knows no sparse ones, and tells not how it rounds."""
         return isinstance(wire, SparseWire) or (wire.grids and self._policy.reports)
 
-    def _add_up(self, wire: AnyWire, round_: _Round) -> torch.Tensor:
+    def _add_up(self, wire: AnyWire, round_: _BucketExchange) -> torch.Tensor:
         """Adds up the messages of all ranks, and returns how many copies of each chunk there are."""
         group, sums = round_.group, torch.zeros_like(round_.mean)
         counts_C = torch.zeros(wire.chunks(sums.numel()), device="cpu")
         for peer, (rank, message) in enumerate(zip(group.ranks, round_.messages, strict=True)):
-            came_C = torch.ones(counts_C.numel(), dtype=torch.bool, device="cpu")
+            arrived_C = torch.ones(counts_C.numel(), dtype=torch.bool, device="cpu")
             if peer != group.rank:
-                came_C = round_.up[0].mask(rank)
+                arrived_C = round_.up[0].mask(rank)
             values = torch.zeros_like(sums)
-            wire.place(message, values, came_C)
+            wire.place(message, values, arrived_C)
             sums += values
-            counts_C += came_C
+            counts_C += arrived_C
         for first, last, chunks in windows(sums.numel(), wire.per_chunk):
             rows = chunks.stop - chunks.start
             rules.mean_of_arrived(sums[first:last].view(rows, -1), counts_C[chunks])
@@ -280,34 +284,37 @@ class Averages:
 
     # --- what owners do -----------------------------------------------------------------------------------------------
 
-    def _give_back(self, bucket: Bucket, round_: _Round, call: Call) -> Sequence[Pending]:
+    def _send_answer(self, bucket: Bucket, round_: _BucketExchange, call: CallContext) -> Sequence[Pending]:
         """Makes this rank's answer of what arrived, and begins to send it."""
         wire, policy, group = self._wires[bucket.index], self._policy, round_.group
         mean, counts_C = self._mean(bucket, round_)
         value = chunked(policy.combine, wire.per_chunk, [mean], [counts_C, self.present])
         begun: list[Pending] = []
         if self._follows:
-            begun += self._let_follow(bucket, round_, value)
+            begun += self._send_to_standby(bucket, round_, value)
         value = self._update(self._memories.owner(bucket.index, call), wire.per_chunk, value)
         answer = self._answers[bucket.index]
         message = answer.encode(value, round_.seed)
-        round_.rooms = [answer.room(count) for _, count in bucket.spans]
-        round_.rooms[group.rank] = message
+        round_.receive_buffers = [answer.room(count) for _, count in bucket.spans]
+        round_.receive_buffers[group.rank] = message
         begun.insert(
-            0, collectives.all_gather(group, round_.rooms, message, reliability=self._down_pressure.within(policy.down))
+            0,
+            collectives.all_gather(
+                group, round_.receive_buffers, message, reliability=self._down_deadline.within(policy.down)
+            ),
         )
         if policy.reports:
             begun.append(self._report(bucket, round_))
         return begun
 
-    def _update(self, memory: Remembered, per_chunk: int, combined: torch.Tensor) -> torch.Tensor:
+    def _update(self, memory: ChunkMemory, per_chunk: int, combined: torch.Tensor) -> torch.Tensor:
         def update(values: torch.Tensor, owner: Memory) -> torch.Tensor:
             return self._policy.update(owner, values)
 
         update.__qualname__ = self._policy.update.__qualname__
         return chunked(update, per_chunk, [combined], memory=memory)
 
-    def _mean(self, bucket: Bucket, round_: _Round) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mean(self, bucket: Bucket, round_: _BucketExchange) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the mean of what arrived, and how many copies of each chunk did."""
         wire, group = self._wires[bucket.index], round_.group
         chunks = wire.chunks(round_.mean.numel())
@@ -317,43 +324,43 @@ class Averages:
             counts_C = self._add_up(wire, round_)
         elif arrival is not None and arrival.counts().numel():
             counts_C = arrival.counts().float()
-        if not round_.standing.weights_N:
+        if not round_.participation.weights_N:
             return round_.mean, counts_C
-        weights = round_.standing.weights()
-        came_NC = torch.zeros(group.size, chunks, device="cpu")
+        weights = round_.participation.weights()
+        arrived_NC = torch.zeros(group.size, chunks, device="cpu")
         for peer, rank in enumerate(group.ranks):
             if peer == group.rank:
-                came_NC[peer] = 1.0
+                arrived_NC[peer] = 1.0
             elif arrival is not None:
-                came_NC[peer] = arrival.mask(rank).float()
+                arrived_NC[peer] = arrival.mask(rank).float()
 
         def weigh(mean: torch.Tensor, own: torch.Tensor, count: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             return rules.weighted_mean(mean * count, weight.squeeze(-1), own)
 
         own = round_.parts[group.rank].float()
-        mean = chunked(weigh, wire.per_chunk, [round_.mean, own], [counts_C, weights @ came_NC])
-        return mean, (weights > 0.0).float() @ came_NC
+        mean = chunked(weigh, wire.per_chunk, [round_.mean, own], [counts_C, weights @ arrived_NC])
+        return mean, (weights > 0.0).float() @ arrived_NC
 
-    def _let_follow(self, bucket: Bucket, round_: _Round, combined: torch.Tensor) -> list[Pending]:
+    def _send_to_standby(self, bucket: Bucket, round_: _BucketExchange, combined: torch.Tensor) -> list[Pending]:
         """Sends what was combined to the standby of this rank's shard, and receives that of the shard before."""
         group = self._following[bucket.index]
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         round_.combined = torch.empty(bucket.spans[before][1], dtype=torch.float32, device="cpu")
         return [collectives.send(group, combined, after), collectives.receive(group, round_.combined, before)]
 
-    def _report(self, bucket: Bucket, round_: _Round) -> Pending:
+    def _report(self, bucket: Bucket, round_: _BucketExchange) -> Pending:
         """Tells every rank which of its chunks have reached this owner."""
         wire, group = self._wires[bucket.index], self._reports[bucket.index]
         spans = bucket.spans
-        told = []
+        arrived_masks = []
         for rank in group.ranks:
             if rank == group.transport.rank or not round_.up:
-                told.append(torch.ones(wire.chunks(spans[group.rank][1]), dtype=torch.uint8, device="cpu"))
+                arrived_masks.append(torch.ones(wire.chunks(spans[group.rank][1]), dtype=torch.uint8, device="cpu"))
             else:
-                told.append(round_.up[0].mask(rank).to(torch.uint8))
+                arrived_masks.append(round_.up[0].mask(rank).to(torch.uint8))
         # What does not come is not known to have arrived.
         round_.known_C = [torch.zeros(wire.chunks(count), dtype=torch.uint8, device="cpu") for _, count in spans]
-        return collectives.all_to_all(group, round_.known_C, told)
+        return collectives.all_to_all(group, round_.known_C, arrived_masks)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -362,7 +369,7 @@ class Averages:
         round_ = self._rounds.pop(bucket.index)
         vector, host = self._vectors(bucket)
         name = "all_reduce wait" if round_.fused else "exchange wait"
-        with shown(name, bucket.index, vector.numel(), self._wires[bucket.index].dtype):
+        with profiler_range(name, bucket.index, vector.numel(), self._wires[bucket.index].dtype):
             begun = round_.begun.result() if isinstance(round_.begun, Future) else round_.begun
             arrivals = [arrival for each in begun for arrival in each.wait()]
         if round_.fused:
@@ -371,17 +378,19 @@ class Averages:
                 self.up.add(self._all, arrival)
                 self._count(arrival)
                 self.down.add(self._all, arrival, stage=1)
-        elif round_.standing.takes:
-            if bucket.apart and self._policy.delay:
+        elif round_.participation.takes:
+            if bucket.is_staged and self._policy.delay:
                 host.copy_(bucket.taken(vector))  # training has gone on since the exchange began
-            if self._policy.meets_in_pairs:
+            if self._policy.exchanges_in_pairs:
                 self._accept_pair(bucket, host, round_, arrivals)
             else:
                 self._accept(bucket, host, round_, arrivals)
-        if bucket.apart:
-            bucket.bring(vector, host)
+        if bucket.is_staged:
+            bucket.copy_from_host(vector, host)
 
-    def _accept(self, bucket: Bucket, host: torch.Tensor, round_: _Round, arrivals: list[Arrival]) -> None:
+    def _accept(
+        self, bucket: Bucket, host: torch.Tensor, round_: _BucketExchange, arrivals: list[ExchangeResult]
+    ) -> None:
         """Takes what came of each owner's shard, also from this rank's own message: all ranks take the same values."""
         wire, group = self._wires[bucket.index], round_.group
         for arrival in round_.up:
@@ -393,14 +402,14 @@ class Averages:
         if self._follows and len(arrivals) > 2 and arrivals[2].arrived == 1.0 and round_.combined.numel():
             self._update(self._memories.followed(bucket.index), wire.per_chunk, round_.combined)
         if self._policy.reports:
-            self._learn(bucket, round_)
+            self._report_to_policy(bucket, round_)
         spans = bucket.spans
         self._memories.arrived = 1.0
         if answer is not None:
             chunks, mine = sum(each for each, _ in answer.links().values()), self._answers[bucket.index]
             own_chunks = mine.chunks(spans[group.rank][1])
             self._memories.arrived = (answer.arrived * chunks + own_chunks) / (chunks + own_chunks)
-        for owner, (own, room) in enumerate(zip(bucket.shards(host), round_.rooms, strict=True)):
+        for owner, (own, room) in enumerate(zip(bucket.shards(host), round_.receive_buffers, strict=True)):
             if not own.numel():
                 continue
             if owner == group.rank or answer is None:
@@ -409,17 +418,19 @@ class Averages:
                 arrived_C = answer.mask(group.ranks[owner])
             self._take(bucket, own, room, arrived_C, spans[owner][0])
 
-    def _accept_pair(self, bucket: Bucket, host: torch.Tensor, round_: _Round, arrivals: list[Arrival]) -> None:
+    def _accept_pair(
+        self, bucket: Bucket, host: torch.Tensor, round_: _BucketExchange, arrivals: list[ExchangeResult]
+    ) -> None:
         wire, group = self._wires[bucket.index], round_.group
         chunks = wire.chunks(host.numel())
-        if not round_.rooms:
+        if not round_.receive_buffers:
             self._take(bucket, host, wire.room(host.numel()), torch.zeros(chunks, dtype=torch.bool, device="cpu"), 0)
             return
-        came = arrivals[-1]
-        self.down.add(self._all, came)
-        self._take(bucket, host, round_.rooms[0], came.mask(group.ranks[round_.standing.partner]), 0)
+        received = arrivals[-1]
+        self.down.add(self._all, received)
+        self._take(bucket, host, round_.receive_buffers[0], received.mask(group.ranks[round_.participation.partner]), 0)
 
-    def _learn(self, bucket: Bucket, round_: _Round) -> None:
+    def _report_to_policy(self, bucket: Bucket, round_: _BucketExchange) -> None:
         """Has the policy learn which of this rank's chunks have reached their owners."""
         wire, policy = self._wires[bucket.index], self._policy
         for part, known_C, (first, count) in zip(round_.parts, round_.known_C, bucket.spans, strict=True):
@@ -438,14 +449,14 @@ class Averages:
         if not (self._accepts or keeps):
             wire.place(room, own, arrived_C)
             return
-        came = torch.full_like(own, torch.nan)  # a policy that uses what was lost shows it at once
-        wire.place(room, came, arrived_C)
+        received = torch.full_like(own, torch.nan)  # a policy that uses what was lost shows it at once
+        wire.place(room, received, arrived_C)
         if keeps:
-            came += own - own.to(wire.dtype)
+            received += own - own.to(wire.dtype)
         memory = self._memories.rank(bucket.index, first) if takes_rank(policy.accept) else None
-        own.copy_(chunked(policy.accept, wire.per_chunk, [own, came], [arrived_C], memory))
+        own.copy_(chunked(policy.accept, wire.per_chunk, [own, received], [arrived_C], memory))
 
-    def _count(self, arrival: Arrival) -> None:
+    def _count(self, arrival: ExchangeResult) -> None:
         counts = arrival.counts()
         if counts.numel():
             self._copies += float(counts.sum())

@@ -18,7 +18,7 @@ from stormtorch.runtime.members.served_collectives import EXACT_MODEL
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.gradient_collector import GradientCollector
 from stormtorch.runtime.rank.replicated import ReplicatedSession
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 
 _log = logging.getLogger("stormtorch")
 
@@ -37,7 +37,7 @@ class GradientSession(ReplicatedSession):
         self._gradients.began, self._gradients.end = self.scaling.begins, self.backward_ended
         self._gradients.wanted = self.wants_exchange
         self._waited_s = 0.0
-        self._exchanging = self._unstepped = False
+        self._exchanging = self._step_pending = False
         if self.membership.newcomer:
             self.change()
 
@@ -50,32 +50,32 @@ class GradientSession(ReplicatedSession):
         self.begin(bucket)
 
     def _finish(self) -> None:
-        if self.left_out():
+        if self.skips_round():
             return
         began = time.perf_counter()
         # Keep events: an earlier backward of this step, or a return, may have left some.
-        self._row = Row(self.steps, events=self._row.events)
+        self._row = LedgerRow(self.steps, events=self._row.events)
         self._exchanging = True
         try:
             while not self._exchange():
                 # This rank was cut off. Once it is back, it sends the gradients that it has.
                 for bucket in self.buckets:
                     self._start(bucket)
-                if self.left_out():
+                if self.skips_round():
                     break
         finally:
             self._exchanging = False
-        self._unstepped = True
+        self._step_pending = True
         self._waited_s = time.perf_counter() - began
 
     def _exchange(self) -> bool:
         # Counted by rounds, not by steps: a rank may skip a step, but no exchange.
-        number, digest = self.membership.round, self._rounds.hyperparameters.digest()
+        number, digest = self.membership.round, self._round_reports.hyperparameters.digest()
         self.sample(number)
-        telling = self.tell(number, digest)
+        pending_reports = self.send_reports(number, digest)
         for bucket in self.buckets:
             self._averages.finish(bucket)
-        return self.complete(telling, self._row, number, digest)
+        return self.complete(pending_reports, self._row, number, digest)
 
     def complete_gradients(self) -> None:
         """Ends the exchange of gradients, unless `no_sync` forbids it."""
@@ -90,13 +90,13 @@ class GradientSession(ReplicatedSession):
     def after_step(self) -> None:
         """Completes the row of the step: every rank has applied what it got."""
         row = self._row
-        self._unstepped = False
+        self._step_pending = False
         row.step = self.steps
         self.steps += 1
         self.complete_row(row, self._waited_s)
         self.stepped()
 
-    def make_up(self) -> None:
+    def make_missed_round(self) -> None:
         """Takes part in the round with zeros, as this rank leaves and computes no more: others wait for it."""
         _log.warning(
             "rank %d: leaves when the others have begun step %d, and counts with zeros in it",
@@ -107,25 +107,25 @@ class GradientSession(ReplicatedSession):
             bucket.grads.zero_()
             self._start(bucket)
         self._finish()
-        self._unstepped = False
+        self._step_pending = False
 
-    def at_rest(self) -> bool:
+    def is_between_steps(self) -> bool:
         """Whether this rank exchanges nothing, and begins no view."""
-        return not (self._exchanging or self._entering)
+        return not (self._exchanging or self._applying_view)
 
     @property
-    def rests(self) -> bool:
+    def has_no_pending_step(self) -> bool:
         """Whether no averaged gradients wait for a step, so that a view could begin with this session."""
-        return not self._unstepped
+        return not self._step_pending
 
-    def may_change(self) -> bool:
+    def can_apply_view(self) -> bool:
         """Whether a view can begin with this session: a round that has begun ends in its own."""
-        return super().may_change() and not self._open
+        return super().can_apply_view() and not self._open
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forgets all gradients."""
         self._gradients.clear(set_to_none)
-        self._unstepped = False  # a step that was skipped will not come
+        self._step_pending = False  # a step that was skipped will not come
         self.forget_personal(set_to_none=set_to_none)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -135,16 +135,16 @@ class GradientSession(ReplicatedSession):
     def wait(self) -> None:
         """Returns immediately: parameters are never on their way."""
 
-    def _hand_over(self, root: int, *, new: bool) -> None:
+    def _broadcast_model(self, root: int, *, new: bool) -> None:
         """Gives newcomers the root's model and its optimizer's state: all make the same steps from then on."""
-        super()._hand_over(root, new=new)
+        super()._broadcast_model(root, new=new)
         group = self.channel("optimizer", interruptible=True)
         whole = self.optimizer.state_dict()
         homes = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         ours = [number for number, parameter in enumerate(trained(self.optimizer)) if id(parameter) in homes]
         message = objects.pack({number: whole["state"][number] for number in ours if number in whole["state"]})
-        message = self._handed(group, message, root)
-        beside = self._handed(group, self.beside.told(whole=True), root)
+        message = self._broadcast_bytes(group, message, root)
+        auxiliary_state = self._broadcast_bytes(group, self.auxiliary_state.reported(whole=True), root)
         if not new:
             return
         kept = {number: each for number, each in whole["state"].items() if number not in ours}
@@ -157,16 +157,16 @@ class GradientSession(ReplicatedSession):
             )
             return
         self.optimizer.load_state_dict(whole | {"state": kept | state})
-        self.take_beside(beside)
+        self.load_auxiliary_state(auxiliary_state)
 
-    def _handed(self, group: Group, message: torch.Tensor, root: int) -> torch.Tensor:
+    def _broadcast_bytes(self, group: Group, message: torch.Tensor, root: int) -> torch.Tensor:
         """Gives all ranks the root's message of bytes."""
         size = torch.tensor([message.numel()], device="cpu")
-        self.hand(group, size, root)
+        self.broadcast_values(group, size, root)
         if group.rank != root:
             message = objects.room(int(size), group.ranks[root], group)
         if message.numel():
-            self.hand(group, message, root)
+            self.broadcast_values(group, message, root)
         return message
 
     def loaded(self) -> None:

@@ -16,19 +16,19 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group, Op
 from stormtorch.collectives.base.objects import complete
-from stormtorch.policies.memory import Memory, Store
+from stormtorch.policies.memory import Memory, MemoryStore
 from stormtorch.policies.rank_policy import RankPolicy, remembers
-from stormtorch.runtime.handover.moves import Cut, Move, Source, orphans, plan_moves
+from stormtorch.runtime.handover.moves import Move, MoveSource, Partition, orphans, plan_moves
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.chunked import Remembered
-from stormtorch.runtime.memory.layout import Layout, recut
+from stormtorch.runtime.memory.chunked import ChunkMemory
+from stormtorch.runtime.memory.layout import Layout, repartition
 
 # Numbers of checkpoints travel as float32, which represents all integers up to this.
 _MOST_ORIGIN = (1 << 24) - 1
 
 
 @dataclass(frozen=True)
-class Call:
+class CallContext:
     """For whom and when a function of the policy is called."""
 
     index: int = 0
@@ -38,13 +38,13 @@ class Call:
 
 
 @dataclass
-class Held:
+class RetainedMemory:
     """What a rank holds as an owner and as a standby in one view."""
 
-    cut: Cut
-    owned: list[Store]
+    partition: Partition
+    owned: list[MemoryStore]
     """Memory of this rank's own shard, by bucket."""
-    followed: list[Store]
+    followed: list[MemoryStore]
     """Memory of the shard that this rank follows, by bucket; empty if it follows none."""
 
 
@@ -59,32 +59,32 @@ class Memories:
 
     def __init__(self, policy: RankPolicy, buckets: Sequence[Bucket], layouts: Sequence[Layout]) -> None:
         self._policy, self._buckets, self._layouts = policy, buckets, layouts
-        self._ranks: list[Store] = []
-        self._held: dict[int, Held] = {}
+        self._ranks: list[MemoryStore] = []
+        self._held: dict[int, RetainedMemory] = {}
         self._now = 0
-        self.call = Call()
+        self.call = CallContext()
         """For whom and when functions are called next."""
         self.arrived = 1.0
         """Fraction of what was sent to this rank that has arrived, of the exchange that it accepts next."""
-        self.origin = 0
+        self.checkpoint_number = 0
         """Number of the checkpoint that these memories come from, until a round is made with them; 0 for none."""
         self._loaded: dict[str, Any] = {}
 
     @property
-    def held(self) -> Held:
+    def held(self) -> RetainedMemory:
         """What this rank holds in the view that it is in."""
         return self._held[self._now]
 
-    def cut(self, members: Sequence[int]) -> Cut:
+    def partition(self, members: Sequence[int]) -> Partition:
         """Returns how parameters are divided among some members."""
         standbys = self._policy.standby if self._policy.owners_remember else 0
         pairs = zip(self._layouts, self._buckets, strict=True)
-        cuts = [recut(layout, bucket.dtype.itemsize, len(members), whole=False) for layout, bucket in pairs]
-        return Cut(tuple(members), cuts, standbys)
+        cuts = [repartition(layout, bucket.dtype.itemsize, len(members), whole=False) for layout, bucket in pairs]
+        return Partition(tuple(members), cuts, standbys)
 
     # --- for calls of the policy --------------------------------------------------------------------------------------
 
-    def rank(self, bucket: int, first: int) -> Remembered | None:
+    def rank(self, bucket: int, first: int) -> ChunkMemory | None:
         """Returns this rank's memory of a part of a bucket; None if the policy's ranks remember nothing.
 
         Args:
@@ -93,22 +93,24 @@ class Memories:
         """
         return self._remembered(self._ranks[bucket], bucket, first, first) if self._ranks else None
 
-    def owner(self, bucket: int, call: Call) -> Remembered:
+    def owner(self, bucket: int, call: CallContext) -> ChunkMemory:
         """Returns the memory of this rank's shard of a bucket.
 
         Args:
             bucket: Number of the bucket.
             call: For whom and when the policy is called; `self.call` may be that of a later round.
         """
-        place = self.held.cut.members.index(self._rank)
-        first, _ = self.held.cut.layouts[bucket].spans[place]
+        place = self.held.partition.members.index(self._rank)
+        first, _ = self.held.partition.layouts[bucket].spans[place]
         return self._remembered(self.held.owned[bucket], bucket, 0, first, call)
 
-    def followed(self, bucket: int) -> Remembered:
+    def followed(self, bucket: int) -> ChunkMemory:
         """Returns the memory of the shard of a bucket that this rank follows."""
         return self._remembered(self.held.followed[bucket], bucket, 0, 0)
 
-    def _remembered(self, store: Store, bucket: int, shift: int, first: int, call: Call | None = None) -> Remembered:
+    def _remembered(
+        self, store: MemoryStore, bucket: int, shift: int, first: int, call: CallContext | None = None
+    ) -> ChunkMemory:
         """Gives a store's windows, which begin at `shift`, a place in the model, where they begin at `first`."""
         before = sum(each.elements for each in self._layouts[:bucket])
         call = self.call if call is None else call
@@ -125,42 +127,42 @@ class Memories:
 
     def begin(self, rank: int, view: int, members: Sequence[int]) -> None:
         """Begins the memories of a training, in which all ranks have the same parameters."""
-        cut = self.cut(members)
+        partition = self.partition(members)
         self._rank, self._now = rank, view
-        place = cut.members.index(rank)
-        owned = self._new(cut, place)
-        followed = self._new(cut, place - 1) if self._follows(cut) else []
-        self._held = {view: Held(cut, owned, followed)}
+        place = partition.members.index(rank)
+        owned = self._new(partition, place)
+        followed = self._new(partition, place - 1) if self._follows(partition) else []
+        self._held = {view: RetainedMemory(partition, owned, followed)}
         for stores, shard in ((owned, place), (followed, place - 1)):
-            for store, bucket, layout in zip(stores, self._buckets, cut.layouts, strict=False):
+            for store, bucket, layout in zip(stores, self._buckets, partition.layouts, strict=False):
                 first, count = layout.spans[shard % len(members)]
                 self._begin_owner(store, 0, bucket.flat[first : first + count].detach().float().cpu())
         self.begin_ranks()
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Begins all memories anew, with parameters that were loaded, the same on all ranks."""
         if self._now in self._held:
-            self.begin(self._rank, self._now, self.held.cut.members)
+            self.begin(self._rank, self._now, self.held.partition.members)
             self._restore(self._loaded)  # the optimizer's state may be loaded before the model's
 
     def begin_ranks(self) -> None:
         """Begins this rank's own memory, with the parameters that it has."""
         if not remembers(self._policy):
             return
-        self._ranks = [Store(each.elements) for each in self._layouts]
+        self._ranks = [MemoryStore(each.elements) for each in self._layouts]
         for store, bucket in zip(self._ranks, self._buckets, strict=True):
             values = bucket.flat.detach().float().cpu()
             self._policy.begin_rank(store.chunks(0, 1, values.numel()), values.view(1, -1))
 
-    def _begin_owner(self, store: Store, first: int, values: torch.Tensor) -> None:
+    def _begin_owner(self, store: MemoryStore, first: int, values: torch.Tensor) -> None:
         if values.numel():
             self._policy.begin_owner(store.chunks(first, 1, values.numel()), values.view(1, -1))
 
-    def _new(self, cut: Cut, shard: int) -> list[Store]:
-        return [Store(layout.spans[shard % len(cut.members)][1]) for layout in cut.layouts]
+    def _new(self, partition: Partition, shard: int) -> list[MemoryStore]:
+        return [MemoryStore(layout.spans[shard % len(partition.members)][1]) for layout in partition.layouts]
 
-    def _follows(self, cut: Cut) -> bool:
-        return cut.standby(0) is not None
+    def _follows(self, partition: Partition) -> bool:
+        return partition.standby(0) is not None
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -174,10 +176,10 @@ class Memories:
         stores = {"rank": self._ranks, **({} if held is None else {"owned": held.owned, "followed": held.followed})}
         if held is None or not any(store.vectors for each in stores.values() for store in each):
             return {}
-        place, ranks = held.cut.members.index(self._rank), len(held.cut.members)
-        origin = 1 + zlib.crc32(f"{moment}/{ranks}".encode()) % _MOST_ORIGIN
+        place, ranks = held.partition.members.index(self._rank), len(held.partition.members)
+        checkpoint_number = 1 + zlib.crc32(f"{moment}/{ranks}".encode()) % _MOST_ORIGIN
         kept = {name: [store.state_dict() for store in each] for name, each in stores.items()}
-        return {"place": place, "ranks": ranks, "origin": origin, **kept}
+        return {"place": place, "ranks": ranks, "origin": checkpoint_number, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """Goes on from what `state_dict` returned on the rank of the same place, among as many ranks.
@@ -186,24 +188,24 @@ class Memories:
             Why it begins anew instead, in words; nothing if it goes on.
         """
         self._loaded = {}
-        self.begin_again()
-        self.origin = 0
-        place, ranks = self.held.cut.members.index(self._rank), len(self.held.cut.members)
+        self.reset()
+        self.checkpoint_number = 0
+        place, ranks = self.held.partition.members.index(self._rank), len(self.held.partition.members)
         if (state.get("place"), state.get("ranks")) != (place, ranks):
             return f"the checkpoint is that of rank {state.get('place')} of {state.get('ranks')}"
         if not self._restore(state):
             return "the checkpoint is that of another model or policy"
-        self._loaded, self.origin = state, int(state["origin"])
+        self._loaded, self.checkpoint_number = state, int(state["origin"])
         return ""
 
     def used(self) -> None:
         """Called when a round has been made with these memories."""
-        self._loaded, self.origin = {}, 0
+        self._loaded, self.checkpoint_number = {}, 0
 
     def _restore(self, state: dict[str, Any]) -> bool:
         if not state:
             return False
-        pairs: list[tuple[Store, dict[str, torch.Tensor]]] = []
+        pairs: list[tuple[MemoryStore, dict[str, torch.Tensor]]] = []
         for name, stores in (("rank", self._ranks), ("owned", self.held.owned), ("followed", self.held.followed)):
             if len(stores) != len(state[name]):
                 return False
@@ -230,7 +232,7 @@ class Memories:
     def members(self) -> list[int]:
         """Returns the members of the view in which this rank holds what it holds."""
         held = self._held.get(self._now)
-        return list(held.cut.members) if held else []
+        return list(held.partition.members) if held else []
 
     def move(
         self,
@@ -238,7 +240,7 @@ class Memories:
         view: int,
         before: Sequence[int],
         after: Sequence[int],
-        there: Collection[int],
+        holders: Collection[int],
         names: list[str],
     ) -> None:
         """Moves what owners remember to the owners of a view that begins.
@@ -250,35 +252,35 @@ class Memories:
             view: Its number.
             before: Members of the view that the ranks come from.
             after: Members of the new view.
-            there: Ranks that hold what they had.
+            holders: Ranks that hold what they had.
             names: Names under which owners remember something.
 
         Raises:
             Interrupted: Another view begins.
         """
         rank = group.transport.rank
-        old, new = self.cut(before), self.cut(after)
+        old, new = self.partition(before), self.partition(after)
         mine = self._held.get(self._now)
         place = new.members.index(rank)
         self._rank = rank
-        held = Held(new, self._new(new, place), self._new(new, place - 1) if self._follows(new) else [])
+        held = RetainedMemory(new, self._new(new, place), self._new(new, place - 1) if self._follows(new) else [])
         if self._policy.owners_remember:
-            copies = dict.fromkeys(orphans(old, there), min(there))
-            moves = plan_moves(old, new, there, (), copies)
+            copies = dict.fromkeys(orphans(old, holders), min(holders))
+            moves = plan_moves(old, new, holders, (), copies)
             pending = []
             for number, move in enumerate(moves):
-                if rank in (move.giver, move.taker):
+                if rank in (move.sender, move.receiver):
                     pending.append(self._start(group, number, move, mine, names))
             for move, message, collective in pending:
                 if collective is not None:
                     complete(collective, group)
-                if move.taker == rank:
+                if move.receiver == rank:
                     self._take(held, place, move, message, names)
         self._held[view] = held
         self._now = view
-        self.count_anew(group)
+        self.recompute_known_mean(group)
 
-    def count_anew(self, group: Group) -> None:
+    def recompute_known_mean(self, group: Group) -> None:
         """Computes the mean of what owners know of all members, as some are gone and others begin anew.
 
         A rank that is gone leaves nothing behind, and its successor does not tell again what owners count already.
@@ -289,8 +291,8 @@ class Memories:
         if self._policy.known is None:
             return
         own, mean = self._policy.known
-        place = self.held.cut.members.index(self._rank)
-        for bucket, (store, layout) in enumerate(zip(self._ranks, self.held.cut.layouts, strict=True)):
+        place = self.held.partition.members.index(self._rank)
+        for bucket, (store, layout) in enumerate(zip(self._ranks, self.held.partition.layouts, strict=True)):
             known = store.vector(own).clone()
             complete(collectives.all_reduce(group, known, Op.AVG), group)
             for stores, shard in ((self.held.owned, place), (self.held.followed, place - 1)):
@@ -299,43 +301,43 @@ class Memories:
                     stores[bucket].write([mean], 0, known[first : first + count].view(1, -1))
 
     def _start(
-        self, group: Group, number: int, move: Move, mine: Held | None, names: list[str]
+        self, group: Group, number: int, move: Move, mine: RetainedMemory | None, names: list[str]
     ) -> tuple[Move, torch.Tensor, collectives.Pending | None]:
         """Begins one move: returns the message, and the collective that carries it if it must travel."""
-        rows = 1 if move.source is Source.COPY else max(len(names), 1)
+        rows = 1 if move.source is MoveSource.COPY else max(len(names), 1)
         rank = group.transport.rank
-        if move.giver == rank:
-            message = self._given(move, mine, names)
+        if move.sender == rank:
+            message = self._message_of(move, mine, names)
         else:
             message = torch.empty(rows, move.count, dtype=torch.float32, device="cpu")
-        if move.giver == move.taker:
+        if move.sender == move.receiver:
             return move, message, None
-        giver, taker = group.ranks.index(move.giver), group.ranks.index(move.taker)
-        if move.giver == rank:
-            return move, message, collectives.send(group, message, taker, tag=number)
-        return move, message, collectives.receive(group, message, giver, tag=number)
+        sender, receiver = group.ranks.index(move.sender), group.ranks.index(move.receiver)
+        if move.sender == rank:
+            return move, message, collectives.send(group, message, receiver, tag=number)
+        return move, message, collectives.receive(group, message, sender, tag=number)
 
-    def _given(self, move: Move, mine: Held | None, names: list[str]) -> torch.Tensor:
-        if move.source is Source.COPY:
+    def _message_of(self, move: Move, mine: RetainedMemory | None, names: list[str]) -> torch.Tensor:
+        if move.source is MoveSource.COPY:
             flat = self._buckets[move.bucket].flat
             return flat[move.first : move.first + move.count].detach().float().cpu().view(1, -1).clone()
         assert mine is not None, "only a rank that holds something gives it"
-        first, _ = mine.cut.layouts[move.bucket].spans[move.shard]
-        stores = mine.owned if move.source is Source.OWNER else mine.followed
+        first, _ = mine.partition.layouts[move.bucket].spans[move.shard]
+        stores = mine.owned if move.source is MoveSource.OWNER else mine.followed
         if not names:
             return torch.zeros(1, move.count, dtype=torch.float32, device="cpu")
         return stores[move.bucket].read(names, move.first - first, move.count).contiguous()
 
-    def _take(self, held: Held, place: int, move: Move, message: torch.Tensor, names: list[str]) -> None:
-        shard = (place - 1) % len(held.cut.members) if move.stands_by else place
-        store = (held.followed if move.stands_by else held.owned)[move.bucket]
-        first = move.first - held.cut.layouts[move.bucket].spans[shard][0]
-        if move.source is Source.COPY:
+    def _take(self, held: RetainedMemory, place: int, move: Move, message: torch.Tensor, names: list[str]) -> None:
+        shard = (place - 1) % len(held.partition.members) if move.as_standby else place
+        store = (held.followed if move.as_standby else held.owned)[move.bucket]
+        first = move.first - held.partition.layouts[move.bucket].spans[shard][0]
+        if move.source is MoveSource.COPY:
             self._begin_owner(store, first, message.view(-1))
         elif names:
             store.write(names, first, message)
 
-    def go_back(self, view: int) -> None:
+    def roll_back(self, view: int) -> None:
         """Goes on from what this rank held in another view than the one that was moved to last."""
         if view in self._held:
             self._now = view

@@ -12,12 +12,12 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.collectives.base.objects import complete
 from stormtorch.errors import Interrupted
-from stormtorch.exchange.waiting import doing
+from stormtorch.exchange.waiting import in_call
 from stormtorch.policies.rank_policy import RankPolicy
-from stormtorch.runtime.members.served_collectives import EXACT_MODEL, NAMES, Calls
+from stormtorch.runtime.members.served_collectives import EXACT_MODEL, NAMES, ServedCollectives
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.rank.replicated import ReplicatedSession
-from stormtorch.runtime.session.parameter_barrier import Gate
+from stormtorch.runtime.session.parameter_barrier import ParameterBarrier
 
 
 class ModelSession(ReplicatedSession):
@@ -29,8 +29,8 @@ class ModelSession(ReplicatedSession):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: RankPolicy
     ) -> None:
-        self._telling: Pending | None = None
-        self._lands_at = self._turn = self._round_began_at = 0
+        self._pending_reports: Pending | None = None
+        self._round_ends_at = self._fragment_index = self._round_began_at = 0
         super().__init__(model, optimizer, group, name, policy)
         for bucket in self.buckets:
             bucket.release_gradients()
@@ -41,21 +41,21 @@ class ModelSession(ReplicatedSession):
             self.change()
         # Where the policy stands between two stages, nobody would begin the second one during forward.
         overlap = policy.overlap and self._averages.fused
-        self._gate = Gate(
-            model, self.buckets, lambda bucket: self._averages.finish(bucket), self._passed, overlap=overlap
+        self._parameter_barrier = ParameterBarrier(
+            model, self.buckets, lambda bucket: self._averages.finish(bucket), self._on_round_complete, overlap=overlap
         )
         # GradScaler skips a step by not calling it, and then the other ranks would wait for this rank's model. It calls
         # an optimizer that claims to unscale gradients itself in any case.
         self._unscales = not getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer.__dict__["_step_supports_amp_scaling"] = True
-        self._calls = Calls(
-            self._rounds.meeting(),
+        self._calls = ServedCollectives(
+            self._round_reports.barrier(),
             # Ranks of different speeds have made different steps; what they have in common are rounds.
             steps=lambda: self.steps if policy.pace == "together" else self.steps_of_rounds(),
-            ready=self.at_rest,
+            ready=self.is_between_steps,
             serve=lambda _call: self._take_part(),
-            due=lambda: self.turns.due(self),
-            change=lambda: self.turns.change(self),
+            due=lambda: self.iterations.due(self),
+            change=lambda: self.iterations.change(self),
         )
 
     def exchanged(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +67,7 @@ class ModelSession(ReplicatedSession):
 
     def before_step(self, *, closure: bool) -> None:
         """Waits for parameters that are on their way, as the optimizer is about to change them."""
-        self._gate.open()
+        self._parameter_barrier.open()
         self._calls.forget()
         found_inf = getattr(self.optimizer, "found_inf", None)
         if self._unscales and found_inf is not None:
@@ -88,9 +88,9 @@ class ModelSession(ReplicatedSession):
         self.steps += 1
         self._made = [steps + 1 for steps in self._made]
         self._buffers.remember()
-        if self._telling is not None and self.steps >= self._lands_at:
-            self._land()
-        if self._telling is None and self._due():
+        if self._pending_reports is not None and self.steps >= self._round_ends_at:
+            self._end_round()
+        if self._pending_reports is None and self._due():
             self._begin_round()
         self.stepped()
 
@@ -100,60 +100,60 @@ class ModelSession(ReplicatedSession):
         if policy.pace == "together":
             return self.steps >= policy.begins_at(number)
         before = policy.begins_at(number - 1) if number else 0
-        return self._since_round() >= policy.begins_at(number) - before or bool(self._rounds.waiting())
+        return self._since_round() >= policy.begins_at(number) - before or bool(self._round_reports.peers_waiting())
 
     def _since_round(self) -> int:
         return self.steps - self._round_began_at
 
     def made(self) -> int:
         """Returns the steps since this rank last took part in an exchange of the fragment whose turn it is."""
-        return self._made[self._turn]
+        return self._made[self._fragment_index]
 
     def _begin_round(self) -> None:
-        self._turn = self.round_number % len(self._fragments)
+        self._fragment_index = self.round_number % len(self._fragments)
         self.round_number += 1
         self._round_began_at = self.steps
         self._row.step = self.steps - 1
-        fragment = self._fragments[self._turn]
+        fragment = self._fragments[self._fragment_index]
         for bucket in reversed(fragment):
-            bucket.bring_home()
+            bucket.reattach_parameters()
             self.begin(bucket)
-        if self.left_out():
+        if self.skips_round():
             return
-        if self._standing.takes:
-            self._made[self._turn] = 0
-        self._digest = self._rounds.hyperparameters.digest(anywhere=True)
-        self._telling = self.tell(self._nominal(), self._digest)
-        self._lands_at = self.steps + self.policy.delay
+        if self._participation.takes:
+            self._made[self._fragment_index] = 0
+        self._digest = self._round_reports.hyperparameters.digest(anywhere=True)
+        self._pending_reports = self.send_reports(self._nominal(), self._digest)
+        self._round_ends_at = self.steps + self.policy.delay
         if not self.policy.delay:
-            self._land()
+            self._end_round()
 
     def _nominal(self) -> int:
         """Number of the step at which the round under way begins on ranks that keep the pace, the same on all."""
         return self.policy.begins_at(self.round_number - 1) if self.round_number else 0
 
-    def _land(self) -> None:
+    def _end_round(self) -> None:
         """Takes what has come of the round under way."""
-        self._gate.close(self._fragments[self._turn])
+        self._parameter_barrier.close(self._fragments[self._fragment_index])
 
-    def _passed(self) -> None:
+    def _on_round_complete(self) -> None:
         """Completes a round: all parameters have arrived or are lost."""
-        telling, self._telling = self._telling, None
-        assert telling is not None
-        row, waited_s = self._row, self._gate.waited_s
-        here = self.complete(telling, row, self._nominal(), self._digest)
+        pending_reports, self._pending_reports = self._pending_reports, None
+        assert pending_reports is not None
+        row, waited_s = self._row, self._parameter_barrier.waited_s
+        here = self.complete(pending_reports, row, self._nominal(), self._digest)
         self.complete_row(row, waited_s)
-        if not here and not self.turns.misses(self):
-            self.turns.change(self)
+        if not here and not self.iterations.misses_iteration(self):
+            self.iterations.change(self)
         self.sample(self._nominal() + 1)
 
     def _begin_view(self) -> None:
         super()._begin_view()
         if hasattr(self, "_calls"):
-            self._calls.meeting = self._rounds.meeting()
+            self._calls.barrier = self._round_reports.barrier()
             self._calls.forget()
 
-    def make_up(self) -> None:
+    def make_missed_round(self) -> None:
         """Takes part in the round with the model that it has, which may have made fewer steps: others wait for it."""
         self._begin_round()
         self.wait()
@@ -173,9 +173,9 @@ class ModelSession(ReplicatedSession):
         self._round_began_at = self.steps
         self._made = [0] * len(self._made)
 
-    def at_rest(self) -> bool:
+    def is_between_steps(self) -> bool:
         """Whether no round is under way, and no view begins."""
-        return self._gate.is_open and self._telling is None and not self._entering
+        return self._parameter_barrier.is_open and self._pending_reports is None and not self._applying_view
 
     def switch(self) -> None:
         """Begins the latest view where another session's round is about to begin; what is under way ends before."""
@@ -187,7 +187,7 @@ class ModelSession(ReplicatedSession):
 
     def arriving(self) -> bool:
         """Whether parameters are on their way."""
-        return not self._gate.is_open
+        return not self._parameter_barrier.is_open
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forgets all gradients."""
@@ -200,19 +200,19 @@ class ModelSession(ReplicatedSession):
     def loaded(self) -> None:
         """Forgets what calls, buffers and the policy have kept of the values before."""
         self._calls.forget()
-        self._memories.begin_again()
+        self._memories.reset()
         self._buffers.remember()
 
     def wait(self) -> None:
         """Waits until the last round has ended, also one whose delay is not over."""
-        self._gate.open()
-        if self._telling is not None:
-            self._land()
+        self._parameter_barrier.open()
+        if self._pending_reports is not None:
+            self._end_round()
 
     @torch.no_grad()
     def synchronise(self, call: int = EXACT_MODEL) -> None:
         """Gives this rank the mean of all models, and of all ranks' floating-point buffers."""
-        with doing(NAMES[call]):
+        with in_call(NAMES[call]):
             self.wait()
         while True:
             try:
@@ -223,10 +223,10 @@ class ModelSession(ReplicatedSession):
                     else:
                         taken: tuple[list[torch.Tensor], torch.Tensor | None] = kept  # type: ignore[assignment]
                         self._take(taken[0])
-                        self._buffers.become(taken[1])
+                        self._buffers.set_mean(taken[1])
                 return
             except Interrupted:
-                self.turns.change(self)
+                self.iterations.change(self)
 
     def _means(self) -> list[torch.Tensor]:
         for device in {bucket.device for bucket in self.buckets if bucket.on_gpu}:
@@ -244,12 +244,12 @@ class ModelSession(ReplicatedSession):
     def _take_part(self) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Takes part in a call of other ranks. This rank keeps its own model."""
         means = self._means()
-        return means, self._buffers.give(self._calls.group)
+        return means, self._buffers.contribute(self._calls.group)
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
         """Enters a context with the mean of all models as parameters. Afterwards each rank has its own again."""
-        self.bring_home()
+        self.reattach_parameters()
         self.wait()
         own = [bucket.flat.clone() for bucket in self.buckets]
         self.synchronise()

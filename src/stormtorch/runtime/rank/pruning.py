@@ -11,7 +11,7 @@ from torch import nn
 from stormtorch.checks import check
 from stormtorch.collectives.base import objects
 from stormtorch.errors import Interrupted, StormError
-from stormtorch.exchange.waiting import doing
+from stormtorch.exchange.waiting import in_call
 from stormtorch.policies.policy import OwnerPolicy
 from stormtorch.policies.rank_policy import RankPolicy, remembers
 from stormtorch.runtime.memory.bucket import Bucket
@@ -58,11 +58,11 @@ def prune(model: nn.Module, *, keep: float, parameters: Iterable[nn.Parameter] |
             if policy.delay or policy.pace == "fastest":
                 raise ValueError('prune() needs all ranks at the same step: set delay=0 and pace="together"')
         session.wait()
-        if not session.at_rest():
+        if not session.is_between_steps():
             raise RuntimeError("prune() between backward() and step(): call it after step()")
     chosen = None if parameters is None else {id(each) for each in parameters}
     before = [session.prunings for session in sessions]
-    with doing("prune()"):
+    with in_call("prune()"):
         ahead = any([session.pruned_already() for session in sessions])
         # If a rank is gone meanwhile, some have pruned and others have not: the next view gives these the masks.
         while not ahead and any(session.prunings == count for session, count in zip(sessions, before, strict=True)):
@@ -71,7 +71,7 @@ def prune(model: nn.Module, *, keep: float, parameters: Iterable[nn.Parameter] |
                 for session, each in zip(sessions, masks, strict=True):
                     session.prune(each)
             except Interrupted:
-                sessions[0].turns.change(sessions[0])
+                sessions[0].iterations.change(sessions[0])
     buckets = [bucket for session in sessions for bucket in session.buckets]
     return sum(bucket.travels for bucket in buckets) / sum(_elements(bucket) for bucket in buckets)
 
@@ -131,13 +131,13 @@ def _agreed(sessions: Sequence[Session], masks: list[list[torch.Tensor]], keep: 
     """
     for session, of_session in zip(sessions, masks, strict=True):
         group = session.channel("prune", interruptible=True)
-        told = objects.gather(keep, group)
-        if any(each != keep for each in told):
-            raise ValueError(f"prune() was called with another `keep` on other ranks: {told}, by rank")
+        gathered = objects.gather(keep, group)
+        if any(each != keep for each in gathered):
+            raise ValueError(f"prune() was called with another `keep` on other ranks: {gathered}, by rank")
         if isinstance(session, GradientSession):
             for kept in of_session:
                 bits = kept.to(torch.uint8)
-                session.hand(group, bits, 0)
+                session.broadcast_values(group, bits, 0)
                 kept.copy_(bits)
         digests = objects.gather([zlib.crc32(each.numpy().tobytes()) for each in of_session], group)
         if any(each != digests[0] for each in digests):

@@ -14,22 +14,22 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
 from stormtorch.collectives.base import objects
 from stormtorch.errors import Interrupted, StormError
-from stormtorch.policies.memory import Store
+from stormtorch.policies.memory import MemoryStore
 from stormtorch.policies.policy import overrides
 from stormtorch.policies.rank_policy import RankPolicy
 from stormtorch.runtime.handover.reports import Report, ShardReport
 from stormtorch.runtime.memory.bucket import Bucket
-from stormtorch.runtime.memory.layout import recut
+from stormtorch.runtime.memory.layout import repartition
 from stormtorch.runtime.memory.scaling import UNKNOWN
 from stormtorch.runtime.memory.shard_state import clear_pruned
-from stormtorch.runtime.rank.averages import Averages, Standing
-from stormtorch.runtime.rank.memories import Call, Memories
+from stormtorch.runtime.rank.averages import Averages, Participation
+from stormtorch.runtime.rank.memories import CallContext, Memories
 from stormtorch.runtime.session.buffers import buffers_of
-from stormtorch.runtime.session.drift_samples import apart
-from stormtorch.runtime.session.round_reports import Rounds
+from stormtorch.runtime.session.drift_samples import mean_squared_difference
+from stormtorch.runtime.session.round_reports import RoundReports
 from stormtorch.runtime.session.session import Session
-from stormtorch.staging.launch_queue import Order
-from stormtorch.telemetry.ledger import Row
+from stormtorch.staging.launch_queue import LaunchQueue
+from stormtorch.telemetry.ledger import LedgerRow
 
 _log = logging.getLogger("stormtorch")
 
@@ -50,25 +50,25 @@ class ReplicatedSession(Session):
         self.policy = policy
         self.buckets = buckets = self.make_buckets(self._bucket_mb(), whole=False)
         self._planned = [bucket.layout for bucket in buckets]
-        self._rounds = Rounds(self, optimizer, policy)
+        self._round_reports = RoundReports(self, optimizer, policy)
         self._memories = Memories(policy, buckets, self._planned)
-        self._standing = Standing()
+        self._participation = Participation()
         self._partners: list[int] = []
         self.round_number = 0
         """Number of exchanges of all ranks that this rank has begun."""
-        self._staging = Order()
-        self._row = Row(0)
+        self._staging = LaunchQueue()
+        self._row = LedgerRow(0)
         self._scale = UNKNOWN
         self._buffers = buffers_of(model)
         self._open = self._missed = False
         """Whether a round has begun and not ended; and whether this rank, which was away, leaves it out."""
         self._ready = 0
         """The latest view for which this rank has what it needs."""
-        self.ledger.attend(group.rank, self.wait)
+        self.ledger.attach_session(group.rank, self.wait)
         if not self.membership.newcomer:
             self.agree(buckets)
-            self._rounds.agree()
-            self.say_who_never_came(self._row)
+            self._round_reports.agree()
+            self.log_absent_ranks(self._row)
             self._memories.begin(group.transport.rank, self.view.number, self.view.members)
             self._begin_view()
 
@@ -81,11 +81,11 @@ class ReplicatedSession(Session):
         """Makes all that depends on the number of ranks."""
         members = self.view.members
         for bucket, layout in zip(self.buckets, self._planned, strict=True):
-            bucket.divide(recut(layout, bucket.dtype.itemsize, len(members), whole=False), self.membership.index)
-        rounds = self._rounds
+            bucket.divide(repartition(layout, bucket.dtype.itemsize, len(members), whole=False), self.membership.index)
+        rounds = self._round_reports
         rounds.begin_view(self.buckets)
         self._averages = Averages(
-            *(self.policy, self.buckets, self.exchanged, self._staging, rounds.here, self._memories),
+            *(self.policy, self.buckets, self.exchanged, self._staging, rounds.members_group, self._memories),
             reports=rounds.channels("arrived") if self.policy.reports else [],
             following=rounds.channels("follow") if self.policy.owners_remember else [],
         )
@@ -97,12 +97,12 @@ class ReplicatedSession(Session):
         self._orders: dict[int, list[int]] = {}
         self._samples_S = rounds.drift.read()
         if overrides(self.policy, "meet"):
-            self._meet()
+            self._exchange_policy_messages()
 
-    def _meet(self) -> None:
+    def _exchange_policy_messages(self) -> None:
         """Tells all members what the policy has to say when a view begins."""
         group = self.channel("meet", interruptible=True)
-        rank = Store(0).chunks(0, 0, 0).told(index=group.rank, ranks=group.size, round_=self.membership.round)
+        rank = MemoryStore(0).chunks(0, 0, 0).told(index=group.rank, ranks=group.size, round_=self.membership.round)
         # As text: torch does not unpack bytes from data that it must not trust.
         told = objects.gather(self.policy.meet(rank).decode("latin-1"), group)
         self.policy.met(rank, [str(each).encode("latin-1") for each in told])
@@ -117,9 +117,9 @@ class ReplicatedSession(Session):
         """Begins to exchange a bucket's vector."""
         if not self._open:
             self._open = True
-            self._take_turn()
+            self._wait_for_round()
             if not self._missed:
-                self._stand()
+                self._decide_participation()
         if self._missed:
             return
         group = self._groups[bucket.index]
@@ -127,24 +127,24 @@ class ReplicatedSession(Session):
             # All at once: buckets may begin in another order on another rank, and must have the same owners there.
             self._orders = {each.index: self.policy.order(group.size, self._order) for each in reversed(self.buckets)}
         order = self._orders.pop(bucket.index)
-        turned = group if order == list(range(group.size)) else group.turned(order)
+        reordered = group if order == list(range(group.size)) else group.reordered(order)
         seed = self.membership.round * group.size + group.rank
-        self._averages.start(bucket, turned, self._standing, seed)
+        self._averages.start(bucket, reordered, self._participation, seed)
 
-    def _take_turn(self) -> None:
+    def _wait_for_round(self) -> None:
         """Waits until this rank's round can begin, or leaves it out because it was away in the midst of a turn."""
-        self.turns.begin(self)
+        self.iterations.begin(self)
         try:
-            while self.turns.wants_view(self) or not self.membership.complete():
-                if self.turns.misses(self):
+            while self.iterations.wants_view(self) or not self.membership.complete():
+                if self.iterations.misses_iteration(self):
                     self._missed = True
                     break
-                self.turns.change(self)
-            self.turns.made(self)
+                self.iterations.change(self)
+            self.iterations.made(self)
         finally:
-            self.turns.end()
+            self.iterations.end()
 
-    def left_out(self) -> bool:
+    def skips_round(self) -> bool:
         """Whether this rank leaves out the round that it has begun, which then ends."""
         missed, self._missed = self._missed, False
         self._open = self._open and not missed
@@ -154,21 +154,21 @@ class ReplicatedSession(Session):
         """Returns the optimizer steps that this rank has made since it last took part in a round like this one."""
         return 1
 
-    def _stand(self) -> None:
+    def _decide_participation(self) -> None:
         """Finds out what this rank contributes to the round that begins, and whom it meets."""
         policy, group, steps = self.policy, self._groups[0], self.made()
-        self._standing = standing = Standing(takes=policy.pace == "together" or steps >= policy.at_least)
-        self._memories.call = Call(group.rank, group.size, self.membership.round, steps)
+        self._participation = participation = Participation(takes=policy.pace == "together" or steps >= policy.at_least)
+        self._memories.call = CallContext(group.rank, group.size, self.membership.round, steps)
         if self._weighing is not None:
             most = policy.every if policy.by_steps else max(steps, 1)
-            standing.weight = min(steps / most, 1.0) if standing.takes else 0.0
-            standing.weights_N = [torch.zeros(1, device="cpu") for _ in range(group.size)]
-            own = torch.tensor([standing.weight], device="cpu")
-            standing.all_weights = collectives.all_gather(self._weighing, standing.weights_N, own)
-        if policy.meets_in_pairs:
-            standing.partner = policy.partners(group.size, self._order)[group.rank]
+            participation.weight = min(steps / most, 1.0) if participation.takes else 0.0
+            participation.weights_N = [torch.zeros(1, device="cpu") for _ in range(group.size)]
+            own = torch.tensor([participation.weight], device="cpu")
+            participation.all_weights = collectives.all_gather(self._weighing, participation.weights_N, own)
+        if policy.exchanges_in_pairs:
+            participation.partner = policy.partners(group.size, self._order)[group.rank]
 
-    def tell(self, step: int, digest: int) -> Pending:
+    def send_reports(self, step: int, digest: int) -> Pending:
         """Begins to send reports about the previous round."""
         averages = self._averages
 
@@ -187,30 +187,30 @@ class ReplicatedSession(Session):
                 used_P=torch.zeros(len(self.parameters), dtype=torch.bool),
                 wanted_C=nothing,
                 settings=digest,
-                shard=ShardReport(state=self._memories.origin),
+                shard=ShardReport(state=self._memories.checkpoint_number),
                 scale=scale,
             )
 
-        telling = self._rounds.tell(step, report_to)
+        pending_reports = self._round_reports.send_reports(step, report_to)
         averages.clear()
-        return telling
+        return pending_reports
 
-    def hear(self, telling: Pending, row: Row, step: int, digest: int) -> None:
+    def receive_reports(self, pending_reports: Pending, row: LedgerRow, step: int, digest: int) -> None:
         """Learns who is there and what was lost."""
-        rounds, averages = self._rounds, self._averages
-        reports = rounds.hear(telling, row, step, digest)
-        averages.present = rounds.here.size
+        rounds, averages = self._round_reports, self._averages
+        reports = rounds.receive_reports(pending_reports, row, step, digest)
+        averages.present = rounds.members_group.size
         if self.agree_on_scale(self._scale, reports, row):
             for bucket in self.buckets:
                 bucket.grads.fill_(torch.nan)  # so that every GradScaler leaves the step out
-        rounds.losses.hear(reports, guarded=False, resent=(0, 0))
+        rounds.losses.receive_reports(reports, guarded=False, retransmitted=(0, 0))
         averages.losses = [each.value for each in rounds.losses.gradients]
-        if len({self._memories.origin, *(report.shard.state for report in reports.values())}) > 1:
+        if len({self._memories.checkpoint_number, *(report.shard.state for report in reports.values())}) > 1:
             # Every rank has seen it: some have loaded what others have not, and owners may count what nobody remembers.
-            self._memories.count_anew(self.round_channel("memories"))
+            self._memories.recompute_known_mean(self.round_channel("memories"))
         self._memories.used()
         row.loss = rounds.losses.broadcast.value
-        row.pair_drift = apart(self._samples_S, [report.samples_S for report in reports.values()])
+        row.pair_drift = mean_squared_difference(self._samples_S, [report.samples_S for report in reports.values()])
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class ReplicatedSession(Session):
                 _log.warning("rank %d: what %s remembers begins anew: %s", rank, type(self.policy).__name__, why)
         return {name: each for name, each in whole.items() if name != _MEMORIES}
 
-    def complete_row(self, row: Row, waited_s: float) -> None:
+    def complete_row(self, row: LedgerRow, waited_s: float) -> None:
         """Completes the row of a round."""
         averages = self._averages
         labels = self.labels()
@@ -239,12 +239,12 @@ class ReplicatedSession(Session):
         row.broadcast_wait_s = waited_s
         self.count_sent(row)
         self.ledger.add(row)
-        self._row = Row(self.steps)
+        self._row = LedgerRow(self.steps)
 
     def sample(self, number: int) -> None:
         """Reads the elements by which replicas are compared in a round, the same ones on all ranks."""
-        self._rounds.drift.choose(number)
-        self._samples_S = self._rounds.drift.read()
+        self._round_reports.drift.choose(number)
+        self._samples_S = self._round_reports.drift.read()
 
     @torch.no_grad()
     def prune(self, masks: Sequence[torch.Tensor]) -> None:
@@ -260,22 +260,22 @@ class ReplicatedSession(Session):
 
     # --- ranks that come and go --------------------------------------------------------------------------------------
 
-    def void(self) -> bool:
+    def must_abort_round(self) -> bool:
         """Whether the round under way is void: a round that has begun ends in its view, unless this rank is cut off."""
         return self.membership.cut_off()
 
-    def complete(self, telling: Pending, row: Row, step: int, digest: int) -> bool:
+    def complete(self, pending_reports: Pending, row: LedgerRow, step: int, digest: int) -> bool:
         """Ends a round. Returns False if this rank was cut off meanwhile: what it has got is nobody else's."""
         self._open = False
         try:
-            self.hear(telling, row, step, digest)
+            self.receive_reports(pending_reports, row, step, digest)
         except Interrupted:
-            telling.cancel()
+            pending_reports.cancel()
             return False
         return not self.membership.cut_off()
 
     @abstractmethod
-    def make_up(self) -> None:
+    def make_missed_round(self) -> None:
         """Makes a round that the others have begun in the view that ends, before this rank told them that it leaves."""
 
     def steps_of_rounds(self) -> int:
@@ -292,11 +292,11 @@ class ReplicatedSession(Session):
 
     def begin_latest(self) -> bool:
         """Goes on with the members of the latest view; newcomers get another rank's model."""
-        while (held := self._enter(self.turns.await_view(self))) is None:
+        while (held := self._try_view(self.iterations.await_view(self))) is None:
             pass
         return held
 
-    def _enter(self, latest: Any) -> bool | None:
+    def _try_view(self, latest: Any) -> bool | None:
         """Begins a view. Returns whether this rank was there before; None if another view has come meanwhile."""
         membership, rank = self.membership, self.group.transport.rank
         base, round_ = membership.base(latest)
@@ -304,52 +304,52 @@ class ReplicatedSession(Session):
         before = membership.view.members
         holds = not membership.blank() and base in (self._ready, membership.settled)
         if holds and round_ > membership.round:
-            self.make_up()
+            self.make_missed_round()
         memories = self._memories
         if holds and memories.view != base:
-            memories.go_back(base)
+            memories.roll_back(base)
         own = {
             "holds": holds,
             "steps": self.steps_of_rounds(),
             "carried": self.given(),
             "members": memories.members(),
             "names": memories.names(),
-            "open": self.turns.takes_in(latest.number),
+            "open": self.iterations.admits_joiners(latest.number),
         }
         try:
-            group = self.moving(latest, without=() if rank in waiting else waiting)
+            group = self.transition_group(latest, without=() if rank in waiting else waiting)
             told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
             if not all(each["open"] for each in told.values() if each["holds"]):
                 members = tuple(each for each in members if each in told and told[each]["holds"])
                 if rank in membership.members_of(latest) and rank not in members:
-                    membership.pass_over(latest)
+                    membership.skip_view(latest)
                     return None
             elif waiting and rank not in waiting:
-                group = self.moving(latest)
+                group = self.transition_group(latest)
                 told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
             if rank not in members:
                 self.leave()
-            there = [rank for rank in members if told[rank]["holds"]]
-            if not there:
+            holders = [rank for rank in members if told[rank]["holds"]]
+            if not holders:
                 raise StormError(
                     f"rank {group.transport.rank}: no rank of {members} has been in the job for long enough"
                 )
-            root, newcomers = min(there), [rank for rank in members if rank not in there]
+            root, newcomers = min(holders), [rank for rank in members if rank not in holders]
             if not holds:
                 self.check_fits(told[root])
-                self.count_from(max(int(told[rank]["steps"]) for rank in there))
-                self.come(told[root])
+                self.count_from(max(int(told[rank]["steps"]) for rank in holders))
+                self.joined(told[root])
             membership.enter(latest, self.steps_of_rounds(), members)
             if newcomers:
-                self._hand_over(members.index(root), new=rank in newcomers)
-            self.learn_masks(told, new=not holds)
+                self._broadcast_model(members.index(root), new=rank in newcomers)
+            self.sync_masks(told, new=not holds)
             memories.move(
                 self.channel("memories", interruptible=True),
                 latest.number,
                 told[root]["members"],
                 members,
-                there,
-                sorted({name for rank in there for name in told[rank]["names"]}),
+                holders,
+                sorted({name for rank in holders for name in told[rank]["names"]}),
             )
             self._begin_view()
             self._ready = latest.number
@@ -357,27 +357,27 @@ class ReplicatedSession(Session):
             settled = membership.settle(round_)
         except Interrupted:
             settled = False
-        if not settled and not (self._ready == latest.number and membership.overtaken(round_)):
+        if not settled and not (self._ready == latest.number and membership.finish_superseded(round_)):
             return None
         memories.settle()
         self.forget_channels()
-        words = self.told_of(before, members, newcomers)
+        words = self.describe_view_change(before, members, newcomers)
         self._row.events.append(words)
         _log.warning("rank %d: %s", self.label(group.transport.rank), words)
-        self.say_how_it_came(self._row)
+        self.log_join_messages(self._row)
         self.taken({rank: each["carried"] for rank, each in told.items()})
         return holds
 
-    def _hand_over(self, root: int, *, new: bool) -> None:
+    def _broadcast_model(self, root: int, *, new: bool) -> None:
         """Gives newcomers the whole model of the root, and its settings."""
         group = self.channel("handover", interruptible=True)
         for bucket in self.buckets:
             message = bucket.flat.detach().to("cpu", copy=True)
-            self.hand(group, message, root)
+            self.broadcast_values(group, message, root)
             if new:
                 bucket.flat.copy_(message)
                 bucket.adopt()
         if new:
             self._memories.begin_ranks()
-        self.hand_rest(group, self.buckets, root, take=new)
-        self._rounds.hyperparameters.take(group, root, new=new)
+        self.broadcast_rest(group, self.buckets, root, take=new)
+        self._round_reports.hyperparameters.take(group, root, new=new)

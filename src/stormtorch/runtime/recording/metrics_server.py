@@ -75,7 +75,7 @@ class MetricsServer:
                     family.add_metric([str(self._rank), *labels.values()], value)
                 yield family
 
-    def let_go(self) -> None:
+    def release_port(self) -> None:
         """Closes the port in a process that has inherited it, and leaves it to the one that serves."""
         self._server.socket.close()
 
@@ -98,11 +98,11 @@ def _address(text: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", number
 
 
-def _forget_in_child() -> None:
+def _close_in_child() -> None:
     """Closes what a forked process has inherited: it would keep the port for as long as it lives, and never answer."""
     for server in list(_servers):
-        server.let_go()
+        server.release_port()
         _servers.discard(server)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

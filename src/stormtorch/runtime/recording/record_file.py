@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 
 from stormtorch.telemetry.line_file import LineFile
-from stormtorch.telemetry.records import Who
+from stormtorch.telemetry.records import ProcessId
 
 _log = logging.getLogger("stormtorch")
 
@@ -25,7 +25,7 @@ class RecordFile:
         ValueError: Nothing can be written there, for another reason than a full disk.
     """
 
-    def __init__(self, folder: str | Path, who: Who) -> None:
+    def __init__(self, folder: str | Path, who: ProcessId) -> None:
         self.path = Path(folder) / who.file_name
         self._rank = who.rank
         self._file: LineFile | None = None

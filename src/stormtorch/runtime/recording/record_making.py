@@ -18,7 +18,7 @@ from torch import nn
 from stormtorch.collectives import Group
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.members.membership import View
-from stormtorch.telemetry.ledger import Ledger, Row
+from stormtorch.telemetry.ledger import Ledger, LedgerRow
 from stormtorch.telemetry.records import VERSION, Record
 from stormtorch.telemetry.statistics import mean
 
@@ -93,7 +93,9 @@ def plain(value: Any) -> Any:
     return str(value).removeprefix("torch.")[:200]
 
 
-def steps_record(rows: Sequence[Row], ranks: Mapping[int, int], *, when: float, steps: int, seconds: float) -> Record:
+def steps_record(
+    rows: Sequence[LedgerRow], ranks: Mapping[int, int], *, when: float, steps: int, seconds: float
+) -> Record:
     """Sums up the rows of some steps.
 
     Args:
@@ -152,8 +154,8 @@ def links_record(transport: Any, members: Sequence[int], step: int) -> Record:
     Raises:
         StormError: The transport is closed.
     """
-    standing, waits = transport.standing(), transport.waits
-    heard = standing["heard_s"]
+    connectivity, waits = transport.connectivity(), transport.waits
+    last_received = connectivity["heard_s"]
     peers = [peer for peer in members if peer != transport.rank]
     links = {
         str(peer): {
@@ -161,7 +163,7 @@ def links_record(transport: Any, members: Sequence[int], step: int) -> Record:
             "loss": loss,
             "rate": rate if math.isfinite(rate) else 0.0,
             "path_bytes": path_bytes,
-            **({"heard_s": heard[peer]} if peer in heard else {}),
+            **({"heard_s": last_received[peer]} if peer in last_received else {}),
             **_paths(transport, peer),
         }
         for peer, (rtt_s, loss, rate, path_bytes) in zip(peers, transport.links(peers), strict=True)
@@ -174,7 +176,7 @@ def links_record(transport: Any, members: Sequence[int], step: int) -> Record:
         "links": links,
         "health": _flat(transport.health()),
         "cpu_s": time.process_time(),
-        "quorum": bool(standing["quorum"]),
+        "quorum": bool(connectivity["quorum"]),
         "waits": None
         if waits is None
         else {"call": waits.call, "seconds": now - waits.since, "peers": sorted(waits.peers)},

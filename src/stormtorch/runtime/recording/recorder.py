@@ -28,8 +28,8 @@ from stormtorch.runtime.recording.metrics_server import MetricsServer
 from stormtorch.runtime.recording.record_file import RecordFile
 from stormtorch.runtime.recording.record_making import Recorded
 from stormtorch.runtime.recording.status import status_text
-from stormtorch.telemetry.ledger import Row
-from stormtorch.telemetry.records import Record, Who, line_of
+from stormtorch.telemetry.ledger import LedgerRow
+from stormtorch.telemetry.records import ProcessId, Record, line_of
 
 _log = logging.getLogger("stormtorch")
 
@@ -81,17 +81,17 @@ class Recorder:
     def __init__(self, transport: Any, every_s: float = EVERY_S) -> None:
         self._transport = weakref.ref(transport)
         self._owner = os.getpid()
-        self.who = Who(transport.rank, transport.incarnation(transport.rank), self._owner)
+        self.who = ProcessId(transport.rank, transport.incarnation(transport.rank), self._owner)
         self.every_s = every_s
         self._lock = threading.Lock()
-        self._kept: deque[bytes] = deque()
-        self._kept_bytes = 0
+        self._recent_lines: deque[bytes] = deque()
+        self._recent_bytes = 0
         self._next = 0
         self._latest: dict[str, Record] = {}
-        self._lasting: dict[str, tuple[int, bytes]] = {}
-        self._rows: deque[tuple[_Training, Row, float, float]] = deque(maxlen=_MOST_ROWS)
+        self._identity_lines: dict[str, tuple[int, bytes]] = {}
+        self._rows: deque[tuple[_Training, LedgerRow, float, float]] = deque(maxlen=_MOST_ROWS)
         self._trainings: list[_Training] = []
-        self._noted: Any = None
+        self._latest_loss: Any = None
         self._skips_links = True
         self._unwritten: deque[bytes] = deque(maxlen=_MOST_RECORDS)
         self._file: RecordFile | None = None
@@ -99,20 +99,20 @@ class Recorder:
         """Files that others have replaced. The thread closes them: it may be writing to them."""
         self.metrics: MetricsServer | None = None
         """Serves metrics of this rank, where the environment asks for it."""
-        self._over = threading.Event()
+        self._stopping = threading.Event()
         self._why = ""
         self.ended = False
         """Whether the last record is made, or is being made."""
         self._thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="recorder", daemon=True)
         # The transport keeps its recorder; the recorder, and its thread, let go of the transport.
-        transport.teller = self
+        transport.reporter = self
         transport.on_close.append(self.end)
         _recorders.add(self)
         self._thread.start()
 
     # --- what sessions say -------------------------------------------------------------------------------------------
 
-    def attend(self, session: Recorded) -> None:
+    def attach_session(self, session: Recorded) -> None:
         """Begins to record a session."""
         training = _Training(session, len(self._trainings))
         # Those that share its model train together with it.
@@ -135,7 +135,7 @@ class Recorder:
 
     def note(self, loss: Any) -> None:
         """Takes the training's loss: a number or a tensor, which is read only when a record is made."""
-        self._noted = loss.detach() if isinstance(loss, torch.Tensor) else float(loss)
+        self._latest_loss = loss.detach() if isinstance(loss, torch.Tensor) else float(loss)
 
     # --- files -------------------------------------------------------------------------------------------------------
 
@@ -151,24 +151,24 @@ class Recorder:
             if self._file is not None:
                 self._retired.append(self._file)
             self._unwritten.clear()
-            first = self._next - len(self._kept)
-            self._unwritten.extend(line for number, line in self._lasting.values() if number < first)
-            self._unwritten.extend(self._kept)
+            first = self._next - len(self._recent_lines)
+            self._unwritten.extend(line for number, line in self._identity_lines.values() if number < first)
+            self._unwritten.extend(self._recent_lines)
             self._file = file
         return file.path
 
     # --- what others ask ---------------------------------------------------------------------------------------------
 
-    def tell(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
+    def report(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
         """Returns the number to ask for next, and lines of records from a number on, as many as fit into an answer."""
         with self._lock:
-            first = self._next - len(self._kept)
+            first = self._next - len(self._recent_lines)
             if not 0 <= since <= self._next:
                 since = 0  # it counts the records of another process
             # Whoever missed the beginning must still learn who this is and who is there.
-            lines = [line for number, line in self._lasting.values() if since <= number < first]
+            lines = [line for number, line in self._identity_lines.values() if since <= number < first]
             following, size = max(since, first), 0
-            for line in itertools.islice(self._kept, following - first, None):
+            for line in itertools.islice(self._recent_lines, following - first, None):
                 size += len(line)
                 if size > _TOLD_BYTES and size > len(line):
                     break
@@ -197,7 +197,9 @@ class Recorder:
         self._sum_up()
         transport = self._transport()
         # Links change slowly, and have the longest records: while steps end, every second time is enough.
-        self._skips_links = self._latest.get("steps") is not steps and not self._skips_links and not self._over.is_set()
+        self._skips_links = (
+            self._latest.get("steps") is not steps and not self._skips_links and not self._stopping.is_set()
+        )
         # The first record of all says who this is: the thread may be quicker than whoever attends to a session.
         introduced = "rank" in self._latest
         if introduced and transport is not None and not transport.closed and not self._skips_links:
@@ -236,7 +238,7 @@ class Recorder:
         self._add(record)
 
     def _train_loss(self) -> float | None:
-        noted = self._noted
+        noted = self._latest_loss
         try:
             return None if noted is None else float(noted)
         except (RuntimeError, ValueError):  # a tensor of several elements, or on a device that has failed
@@ -247,13 +249,13 @@ class Recorder:
             record["n"] = self._next
             line = line_of(record).encode() + b"\n"
             if record["kind"] in ("rank", "view"):
-                self._lasting[record["kind"]] = self._next, line
+                self._identity_lines[record["kind"]] = self._next, line
             self._next += 1
             self._latest[record["kind"]] = record
-            self._kept.append(line)
-            self._kept_bytes += len(line)
-            while len(self._kept) > _MOST_RECORDS or self._kept_bytes > _MOST_BYTES:
-                self._kept_bytes -= len(self._kept.popleft())
+            self._recent_lines.append(line)
+            self._recent_bytes += len(line)
+            while len(self._recent_lines) > _MOST_RECORDS or self._recent_bytes > _MOST_BYTES:
+                self._recent_bytes -= len(self._recent_lines.popleft())
             if self._file is not None:
                 self._unwritten.append(line)
             if self.metrics is not None:
@@ -278,13 +280,13 @@ class Recorder:
             return
         self.ended = True
         self._why = why
-        self._over.set()
+        self._stopping.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_END_S)
 
     def work(self) -> bool:
         """Does the thread's work for one interval. Returns False when it is over."""
-        over = self._over.wait(self.every_s) or self._transport() is None
+        over = self._stopping.wait(self.every_s) or self._transport() is None
         try:
             self.look()
             if over:
@@ -314,9 +316,9 @@ def record_session(session: Recorded) -> Recorder | None:
     """
     global _registered_in
     transport: Any = session.group.transport
-    if not hasattr(transport, "teller"):
+    if not hasattr(transport, "reporter"):
         return None
-    recorder: Recorder | None = transport.teller
+    recorder: Recorder | None = transport.reporter
     if recorder is None or recorder.ended:
         recorder = Recorder(transport, _every_s())
         if _registered_in != os.getpid():
@@ -333,7 +335,7 @@ def record_session(session: Recorded) -> Recorder | None:
         except ValueError:
             recorder.end("it could not record what the environment asks for")
             raise
-    recorder.attend(session)
+    recorder.attach_session(session)
     return recorder
 
 

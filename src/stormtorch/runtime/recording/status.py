@@ -8,7 +8,7 @@ from stormtorch.telemetry.records import Record
 from stormtorch.telemetry.text import loss_text, rate_text, share_text, time_text
 
 # A peer that was not heard for so long is worth a line: beats come several times a second.
-_QUIET_S = 2.0
+_SILENT_S = 2.0
 
 
 def status_text(latest: Mapping[str, Record], now: float) -> str:
@@ -49,7 +49,7 @@ def _of_links(links: Record) -> list[str]:
         rate = f", sends {rate_text(8 * link['rate'])}" if link["rate"] else ""
         lost, trip = loss_text(link["loss"]), time_text(link["rtt_s"])
         lines.append(f"worst link: with rank {peer}, loses {lost}, round trip {trip}{rate}")
-    silent = {peer: link["heard_s"] for peer, link in links["links"].items() if link.get("heard_s", 0.0) > _QUIET_S}
+    silent = {peer: link["heard_s"] for peer, link in links["links"].items() if link.get("heard_s", 0.0) > _SILENT_S}
     lines += [f"not heard: rank {peer} for {seconds:.1f} s" for peer, seconds in silent.items()]
     if not links["quorum"]:
         lines.append("hears no majority of the ranks, and waits for one")

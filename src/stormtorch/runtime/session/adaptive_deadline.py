@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stormtorch.reliability import Reliability
-from stormtorch.runtime.memory.arrival_counts import Links
+from stormtorch.runtime.memory.arrival_counts import ArrivalCounts
 
 _WARM_UP = 4
 """Rounds in which everything is waited for, before there is a deadline."""
@@ -19,7 +19,7 @@ _COMPLETE = 0.002
 """Loss up to which a round counts as complete: random loss of a good network."""
 
 
-class Pressure:
+class AdaptiveDeadline:
     """The deadline of one stage of an exchange on one rank.
 
     The deadline becomes shorter while less is lost than allowed, and longer while more is. So without neighbours it
@@ -38,7 +38,7 @@ class Pressure:
         self.deadline_s: float | None = None
         """Seconds that the stage may take; None while they are not known."""
 
-    def learn(self, links: Links) -> None:
+    def learn(self, links: ArrivalCounts) -> None:
         """Takes what arrived in a round, and how long that took."""
         if self._allowed is None:
             return

@@ -32,7 +32,7 @@ class Buffers:
             if isinstance(module, _NormBase):
                 for name, _ in module.named_buffers(prefix):
                     self._first.pop(name, None)
-        self._kept: dict[str, torch.Tensor] = {}
+        self._snapshot: dict[str, torch.Tensor] = {}
 
     def _all(self) -> dict[str, torch.Tensor]:
         return {
@@ -47,8 +47,10 @@ class Buffers:
         Buffers that have never changed, such as tables, are not copied.
         """
         now = self._all()
-        self._kept = {
-            name: each.detach().clone() for name, each in now.items() if name in self._kept or self._changed(name, each)
+        self._snapshot = {
+            name: each.detach().clone()
+            for name, each in now.items()
+            if name in self._snapshot or self._changed(name, each)
         }
 
     def _changed(self, name: str, buffer: torch.Tensor) -> bool:
@@ -67,12 +69,12 @@ class Buffers:
             return
         mean = _mean(_flat(buffers.values()), group)
         # Before the buffers change: the next call may ask for what is remembered, which must then be this mean.
-        self._keep(buffers, mean)
-        self.become(mean)
+        self._update_snapshot(buffers, mean)
+        self.set_mean(mean)
 
     @torch.no_grad()
-    def become(self, mean: torch.Tensor | None) -> None:
-        """Sets the buffers to a mean that `give` has returned."""
+    def set_mean(self, mean: torch.Tensor | None) -> None:
+        """Sets the buffers to a mean that `contribute` has returned."""
         buffers = list(self._all().values())
         if mean is None or not buffers:
             return
@@ -83,25 +85,25 @@ class Buffers:
             if bool((own[here] != mean[here]).any()):
                 buffer.copy_(mean[here].view(buffer.shape))
 
-    def give(self, group: Group) -> torch.Tensor | None:
+    def contribute(self, group: Group) -> torch.Tensor | None:
         """Takes part in the others' mean with the buffers that were last remembered. The buffers stay as they are.
 
         The mean is remembered in their place: a second call at the same step must not weigh this rank's again.
         """
-        given = {name: self._kept.get(name, each) for name, each in self._all().items()}
+        given = {name: self._snapshot.get(name, each) for name, each in self._all().items()}
         if not given:
             return None
         mean = _mean(_flat(given.values()), group)
-        self._keep(given, mean)
+        self._update_snapshot(given, mean)
         return mean
 
-    def _keep(self, given: Mapping[str, torch.Tensor], mean: torch.Tensor) -> None:
+    def _update_snapshot(self, given: Mapping[str, torch.Tensor], mean: torch.Tensor) -> None:
         """Remembers the mean of some buffers. Tables, which the mean does not change, are still not copied."""
         parts = torch.split(mean, [each.numel() for each in given.values()])
         own = torch.split(_flat(given.values()), [each.numel() for each in given.values()])
         for (name, each), part, before in zip(given.items(), parts, own, strict=True):
-            if name in self._kept or not torch.equal(part, before):
-                self._kept[name] = part.view(each.shape)
+            if name in self._snapshot or not torch.equal(part, before):
+                self._snapshot[name] = part.view(each.shape)
 
 
 # Weak on both sides, as `Buffers` holds its model.

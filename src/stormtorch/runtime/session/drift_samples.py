@@ -38,7 +38,7 @@ class DriftSamples:
         # row to get its place in a bucket, and the bucket of each piece.
         self._ends: list[torch.Tensor] = []
         self._firsts: list[torch.Tensor] = []
-        self._homes: list[torch.Tensor] = []
+        self._bucket_indices: list[torch.Tensor] = []
         for owner in range(owners):
             pieces = [(bucket.index, piece) for bucket in buckets for piece in bucket.layout.pieces(owner)]
             counts = torch.tensor([piece.count for _, piece in pieces], dtype=torch.int64, device="cpu")
@@ -46,17 +46,17 @@ class DriftSamples:
             self._ends.append(ends)
             firsts = torch.tensor([piece.first for _, piece in pieces], dtype=torch.int64, device="cpu")
             self._firsts.append(firsts - (ends - counts))
-            self._homes.append(torch.tensor([home for home, _ in pieces], device="cpu"))
+            self._bucket_indices.append(torch.tensor([home for home, _ in pieces], device="cpu"))
         self._random = torch.Generator(device="cpu")
         # Small models have one bucket, and every operation of a step counts for them.
         all_own = all(ends.numel() for ends in self._ends)
-        self._alone = buckets[0] if len(buckets) == 1 and self.each and all_own else None
+        self._only_bucket = buckets[0] if len(buckets) == 1 and self.each and all_own else None
         self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
         """For each owner, where its elements of some steps are, and in which of its pieces; a row for each step."""
         self._drawn_for = -1
         self._rows = self._where = torch.empty(0, dtype=torch.int64, device="cpu")
         """Where the chosen elements are in the only bucket, if there is one, in some steps and in this one."""
-        self._places: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._positions: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._found: dict[range, list[_Picks]] = {}
         self._own = range(rank, rank + 1)
         self.update_variance = 0.0
@@ -75,16 +75,16 @@ class DriftSamples:
         if block != self._drawn_for:
             self._random.manual_seed(block)
             self._drawn, self._drawn_for = [self._draw(owner) for owner in range(self.owners)], block
-            if self._alone is not None:
-                self._rows = torch.cat([where for where, _ in self._drawn], dim=1).to(self._alone.device)
+            if self._only_bucket is not None:
+                self._rows = torch.cat([where for where, _ in self._drawn], dim=1).to(self._only_bucket.device)
                 self._drawn = []
-        if self._alone is not None:
+        if self._only_bucket is not None:
             self._where = self._rows[row]
             return
         self._found = {}
-        self._places = [
-            (homes[pieces[row]], where[row]) if where.numel() else (where.flatten(), where.flatten())
-            for homes, (where, pieces) in zip(self._homes, self._drawn, strict=True)
+        self._positions = [
+            (bucket_indices[pieces[row]], where[row]) if where.numel() else (where.flatten(), where.flatten())
+            for bucket_indices, (where, pieces) in zip(self._bucket_indices, self._drawn, strict=True)
         ]
 
     def _draw(self, owner: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,12 +130,12 @@ class DriftSamples:
         return theory.pair_bound(loss, lead=lead, max_lag=max_lag) * self._square
 
     def _read(self, owners: range) -> torch.Tensor:
-        if self._alone is not None:
+        if self._only_bucket is not None:
             where = self._where.narrow(0, owners.start * self.each, len(owners) * self.each)
-            values = self._alone.flat.index_select(0, where)
-            return values if values.dtype == torch.float32 and not self._alone.on_gpu else values.float().cpu()
+            values = self._only_bucket.flat.index_select(0, where)
+            return values if values.dtype == torch.float32 and not self._only_bucket.on_gpu else values.float().cpu()
         if owners not in self._found:
-            self._found[owners] = _find(self._buckets, [self._places[owner] for owner in owners])
+            self._found[owners] = _find(self._buckets, [self._positions[owner] for owner in owners])
         values = torch.full((len(owners) * self.each,), torch.nan, dtype=torch.float32, device="cpu")
         # One copy from each device: each waits for all that the device still computes.
         for picks, into in self._found[owners]:
@@ -156,13 +156,13 @@ class DriftSamples:
         return _mean(between), _mean(from_owner)
 
 
-def _find(buckets: Sequence[Bucket], places: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[_Picks]:
+def _find(buckets: Sequence[Bucket], positions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[_Picks]:
     """Finds elements, given by their buckets and their places there, on the devices on which they are."""
-    homes, at = (torch.cat(each) for each in zip(*places, strict=True))
+    bucket_indices, at = (torch.cat(each) for each in zip(*positions, strict=True))
     found: list[_Picks] = []
     for device in dict.fromkeys(bucket.device for bucket in buckets):
         here = [bucket for bucket in buckets if bucket.device == device]
-        intos = [(homes == bucket.index).nonzero().flatten() for bucket in here]
+        intos = [(bucket_indices == bucket.index).nonzero().flatten() for bucket in here]
         into = torch.cat(intos)
         if not into.numel():
             continue
@@ -174,7 +174,7 @@ def _find(buckets: Sequence[Bucket], places: Sequence[tuple[torch.Tensor, torch.
     return found
 
 
-def apart(own_S: torch.Tensor, others: Iterable[torch.Tensor]) -> float | None:
+def mean_squared_difference(own_S: torch.Tensor, others: Iterable[torch.Tensor]) -> float | None:
     """Returns the mean squared difference between this replica and others, where nobody owns anything."""
     return _mean([np.square(each.numpy() - own_S.numpy()) for each in others]) if own_S.numel() else None
 

@@ -13,16 +13,21 @@ import torch
 from torch import nn
 
 from stormtorch.backend import within_step
-from stormtorch.exchange.waiting import doing
+from stormtorch.exchange.waiting import in_call
 from stormtorch.runtime.members.prepare_checks import check_frozen, warn_of_left_out
 from stormtorch.runtime.members.prepared_optimizer import adopt, keep_last
 from stormtorch.runtime.members.served_collectives import MODEL_STATE
-from stormtorch.runtime.members.wrappers import Kept, refuse_active_wrapper, refuse_other_optimizers, refuse_wrappers
+from stormtorch.runtime.members.wrappers import (
+    PreparedParameters,
+    refuse_active_wrapper,
+    refuse_other_optimizers,
+    refuse_wrappers,
+)
 from stormtorch.runtime.session.buffers import buffers_of
 from stormtorch.runtime.session.session import Session, any_prepared, combined, register, sessions_of
 
 
-def take_over(session: Session) -> None:
+def install_hooks(session: Session) -> None:
     """Makes the optimizer of a session a prepared one, and its model one whose state all ranks share."""
     session.bytes_sent()
     adopt(session.optimizer, session)
@@ -30,10 +35,10 @@ def take_over(session: Session) -> None:
     register(session)
     refuse_wrappers(any_prepared)
     refuse_other_optimizers(functools.partial(any_prepared, in_a_job=True), _Outermost.any_on)
-    kept = Kept(session.model, session.parameters)
+    kept = PreparedParameters(session.model, session.parameters)
     _hook_optimizer(session, kept)
     _hook_model(session, kept)
-    _offer_no_sync(session.model)
+    _add_no_sync(session.model)
 
 
 class _Outermost:
@@ -69,7 +74,7 @@ class _Outermost:
         self._frame = None
 
 
-def _hook_optimizer(session: Session, kept: Kept) -> None:
+def _hook_optimizer(session: Session, kept: PreparedParameters) -> None:
     optimizer_of = weakref.ref(session.optimizer)
     outermost = _Outermost()
 
@@ -77,13 +82,13 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
         if optimizer is optimizer_of() and outermost.begins(sys._getframe(1)):
             check_frozen(session.frozen)
             kept.check()
-            _look_for_left_out(session)
-            session.bring_home()
+            _warn_of_unprepared(session)
+            session.reattach_parameters()
             # kwargs may hold more than the closure, and the closure may be None in either place.
             closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))
-            with doing("optimizer.step()"):
+            with in_call("optimizer.step()"):
                 session.before_step(closure=closure)
-            session.beside.before_step()
+            session.auxiliary_state.before_step()
 
     def last(
         optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -116,10 +121,10 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
         if optimizer is optimizer_of() and outermost.now(sys._getframe(1)):
             outermost.ends()
             within_step.ends()
-            session.beside.after_step()
+            session.auxiliary_state.after_step()
             for bucket in session.buckets:
                 bucket.clear_pruned()
-            with doing("optimizer.step()"):
+            with in_call("optimizer.step()"):
                 session.after_step()
 
     session.optimizer.register_step_pre_hook(before)
@@ -130,22 +135,22 @@ def _hook_optimizer(session: Session, kept: Kept) -> None:
     hooks.move_to_end(found.id, last=False)
 
 
-def _hook_model(session: Session, kept: Kept) -> None:
+def _hook_model(session: Session, kept: PreparedParameters) -> None:
     def forward(module: nn.Module, _args: object) -> None:
         if not torch.compiler.is_compiling():
             refuse_active_wrapper(module)
             if module.training and torch.is_grad_enabled():
-                session.bring_home()
+                session.reattach_parameters()
 
     def saving(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         if module is session.model:
             kept.check()
-            session.bring_home()
+            session.reattach_parameters()
             session.synchronise(MODEL_STATE)
 
     def loading(module: nn.Module, *_: Any) -> None:
         if module is session.model:
-            session.bring_home()
+            session.reattach_parameters()
             session.wait()  # parameters that arrive later would overwrite those that are loaded
 
     def loaded(module: nn.Module, _keys: Any) -> None:
@@ -166,7 +171,7 @@ def _hook_model(session: Session, kept: Kept) -> None:
     model.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
 
 
-def _offer_no_sync(model: nn.Module) -> None:
+def _add_no_sync(model: nn.Module) -> None:
     """Gives a model what scripts for DDP use: `no_sync()` and `require_backward_grad_sync`."""
     # A function and not a method: a copy of the model must not copy the session.
     model_of = weakref.ref(model)
@@ -180,12 +185,12 @@ def _offer_no_sync(model: nn.Module) -> None:
     model.require_backward_grad_sync = True  # type: ignore[assignment]  # torch's modules hold anything
 
 
-def _look_for_left_out(session: Session) -> None:
+def _warn_of_unprepared(session: Session) -> None:
     """Warns once, at the first step: until then, another optimizer may still be prepared."""
-    if session.looked:
+    if session.checked_left_out:
         return
     sessions = sessions_of(session.model)
     for each in sessions:
-        each.looked = True
+        each.checked_left_out = True
     prepared = [parameter for each in sessions for parameter in each.parameters]
     warn_of_left_out(session.model, prepared, session.group.rank)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from stormtorch.exchange.waiting import doing
+from stormtorch.exchange.waiting import in_call
 from stormtorch.runtime.memory.bucket import Bucket
 
 _log = logging.getLogger("stormtorch")
 
 
-class Gate:
+class ParameterBarrier:
     """Lets `step` return before parameters have arrived: each module waits for its own when it is about to run.
 
     Args:
@@ -29,7 +29,7 @@ class Gate:
         model: nn.Module,
         buckets: Sequence[Bucket],
         receive: Callable[[Bucket], None],
-        passed: Callable[[], None],
+        on_complete: Callable[[], None],
         *,
         overlap: bool,
     ) -> None:
@@ -38,15 +38,17 @@ class Gate:
         """Seconds of waiting since the gate was closed."""
         self._buckets = buckets
         self._receive = receive
-        self._passed = passed
+        self._on_complete = on_complete
         self._closed: set[int] = set()
         self._receiving = False
-        home = {id(parameter): bucket.index for bucket in buckets for parameter in bucket.parameters}
+        bucket_of = {id(parameter): bucket.index for bucket in buckets for parameter in bucket.parameters}
         if self.overlap:
             for module in model.modules():
-                if any(id(parameter) in home for parameter in module.parameters(recurse=False)):
+                if any(id(parameter) in bucket_of for parameter in module.parameters(recurse=False)):
                     # Includes its children's: nn.MultiheadAttention reads their parameters without calling them.
-                    needed = sorted({home[id(each)] for each in module.parameters() if id(each) in home}, reverse=True)
+                    needed = sorted(
+                        {bucket_of[id(each)] for each in module.parameters() if id(each) in bucket_of}, reverse=True
+                    )
                     module.register_forward_pre_hook(self._hook(needed))
 
     @property
@@ -68,7 +70,7 @@ class Gate:
         began = time.perf_counter()
         self._receiving = True
         try:
-            with doing("forward of a prepared model"):
+            with in_call("forward of a prepared model"):
                 for index in sorted(self._closed, reverse=True) if indices is None else indices:
                     if index in self._closed:
                         self._closed.remove(index)
@@ -77,7 +79,7 @@ class Gate:
             self._receiving = False
         self.waited_s += time.perf_counter() - began
         if not self._closed:
-            self._passed()
+            self._on_complete()
 
     def used(self, index: int) -> None:
         """Called when a bucket's parameters have gradients. If no module waited for them, `step` will from now on."""

@@ -9,7 +9,9 @@ from stormtorch.collectives.wire import element_bytes
 _NOTHING = contextlib.nullcontext()
 
 
-def shown(what: str, bucket: int, elements: int, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
+def profiler_range(
+    what: str, bucket: int, elements: int, dtype: torch.dtype
+) -> contextlib.AbstractContextManager[object]:
     """Returns a context that is an event of the profiler; an empty one if no profiler runs in this thread.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 
 from stormtorch.collectives import Pending
 from stormtorch.errors import Closed
-from stormtorch.exchange.exchange import Arrival, Transport
+from stormtorch.exchange.exchange import ExchangeResult, Transport
 from stormtorch.staging.threads import run_soon
 
 Then = Callable[[], Sequence[Pending]]
@@ -42,10 +42,10 @@ class Relay(Pending):
         self._then: Then | None = then
         self._peers = peers
         self._lock = threading.Lock()
-        self._given_up = False
+        self._aborted = False
         self._second: Future[Sequence[Pending]] = Future()
 
-    def pass_on(self) -> None:
+    def start_second(self) -> None:
         """Waits for the first collectives, and begins the second. Called once, on the background thread."""
         then, self._then = self._then, None
         assert then is not None
@@ -53,7 +53,7 @@ class Relay(Pending):
             for each in self._first:
                 each.wait()
             with self._lock, torch.no_grad():
-                if self._given_up:
+                if self._aborted:
                     raise Closed("the collective was given up")
                 second = then()
         except BaseException as error:
@@ -63,22 +63,22 @@ class Relay(Pending):
         else:
             self._second.set_result(second)
 
-    def wait(self, timeout_s: float | None = None) -> list[Arrival]:
+    def wait(self, timeout_s: float | None = None) -> list[ExchangeResult]:
         """Blocks until all have ended, and returns the arrivals of the second. It takes no other time than theirs."""
-        self._transport.rest(self._second, self._peers)
+        self._transport.wait_future(self._second, self._peers)
         return [arrival for each in self._second.result() for arrival in each.wait(timeout_s)]
 
     def stop(self) -> None:
         """Gives everything up without waiting for the end: `cancel` does."""
         with self._lock:
-            self._given_up = True
+            self._aborted = True
         for each in self._first:
             each.stop()
 
     def cancel(self) -> None:
         """Gives everything up. All tensors belong to the caller again."""
         self.stop()
-        self._transport.rest(self._second, self._peers)
+        self._transport.wait_future(self._second, self._peers)
         if self._second.exception() is None:
             for each in self._second.result():
                 each.cancel()
@@ -118,7 +118,7 @@ class Relays:
         relay = Relay(self._transport, first, then, peers)
         with self._lock:
             if not self._running:
-                run_soon(self._transport.aside(self._run))  # may fail; it waits for this lock
+                run_soon(self._transport.in_background(self._run))  # may fail; it waits for this lock
                 self._running = True
             self._queue.append(relay)
         return relay
@@ -130,5 +130,5 @@ class Relays:
                     self._running = False
                     return
                 relay = self._queue.popleft()
-            relay.pass_on()
+            relay.start_second()
             del relay  # and with it the tensors

@@ -14,18 +14,18 @@ from stormtorch.collectives import Group, Pending
 from stormtorch.policies.policy import Policy
 from stormtorch.reliability import EXACT
 from stormtorch.runtime.handover.reports import Report, Reports
-from stormtorch.runtime.members.barrier import Meeting
+from stormtorch.runtime.members.barrier import Barrier
 from stormtorch.runtime.members.hyperparameters import Hyperparameters
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.session.drift_samples import DriftSamples
-from stormtorch.runtime.session.packet_losses import Losses
+from stormtorch.runtime.session.packet_losses import PacketLosses
 from stormtorch.runtime.session.session import Session
-from stormtorch.telemetry.ledger import Row
+from stormtorch.telemetry.ledger import LedgerRow
 
 _log = logging.getLogger("stormtorch")
 
 
-class Rounds:
+class RoundReports:
     """The rounds of one session: each is an exchange, with a report from every member to every other.
 
     Args:
@@ -38,10 +38,10 @@ class Rounds:
         self._session = session
         self._policy = policy
         self.hyperparameters = Hyperparameters(optimizer, policy.settings)
-        self.here: Group
+        self.members_group: Group
         """The members of the view."""
         self.drift: DriftSamples
-        self.losses: Losses
+        self.losses: PacketLosses
         self._reports: Reports
 
     def agree(self) -> None:
@@ -53,8 +53,8 @@ class Rounds:
     def begin_view(self, buckets: Sequence[Bucket]) -> None:
         """Begins the session's view, of which the buckets have the shards."""
         self._buckets = buckets
-        self.here = self._session.channel("here")
-        self.drift = DriftSamples(buckets, self.here.size, self.here.rank, self._policy.drift_samples)
+        self.members_group = self._session.channel("here")
+        self.drift = DriftSamples(buckets, self.members_group.size, self.members_group.rank, self._policy.drift_samples)
         self.drift.choose(self._session.steps)
 
     def open(self, chunks: Sequence[int], wanted: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ class Rounds:
             wanted: How many of each owner's chunks a report may ask for.
         """
         before = getattr(self, "losses", None)
-        self.losses = Losses(self._policy, self.here.rank, chunks)
+        self.losses = PacketLosses(self._policy, self.members_group.rank, chunks)
         if before is not None:
             self.losses.inherit(before)
         group = self._session.round_channel("reports")
@@ -77,27 +77,29 @@ class Rounds:
             self._session.channel(f"{name}/{bucket.index}", interruptible=interruptible) for bucket in self._buckets
         ]
 
-    def meeting(self) -> Meeting:
+    def barrier(self) -> Barrier:
         """Returns the place where ranks meet for calls that all of them make."""
         calls, exact = (self._session.channel(name, interruptible=True) for name in ("calls", "exact"))
-        return Meeting(calls, exact, EXACT, self._policy.collective_wait_s)
+        return Barrier(calls, exact, EXACT, self._policy.collective_wait_s)
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
-    def tell(self, step: int, report_to: Callable[[int], Report]) -> Pending:
+    def send_reports(self, step: int, report_to: Callable[[int], Report]) -> Pending:
         """Begins to send a report to every other member."""
-        here = self.here
-        return self._reports.begin(step, [None if peer == here.rank else report_to(peer) for peer in range(here.size)])
+        members_group = self.members_group
+        return self._reports.begin(
+            step, [None if peer == members_group.rank else report_to(peer) for peer in range(members_group.size)]
+        )
 
-    def waiting(self) -> list[int]:
+    def peers_waiting(self) -> list[int]:
         """Returns the members that have sent their reports of the next round, which this rank has not begun."""
-        return [peer for peer, _ in self._reports.group.begun_elsewhere()]
+        return [peer for peer, _ in self._reports.group.posted_by_peers()]
 
-    def hear(self, telling: Pending, row: Row, step: int, digest: int) -> dict[int, Report]:
+    def receive_reports(self, pending_reports: Pending, row: LedgerRow, step: int, digest: int) -> dict[int, Report]:
         """Waits for the reports of a round, and returns those of all other members that are there.
 
         Args:
-            telling: What `tell` returned.
+            pending_reports: What `send_reports` returned.
             row: Row of the round; gets the ranks that are missing, and events.
             step: Number of the step.
             digest: Digest of this rank's optimizer settings, 0 if they are not compared now.
@@ -105,16 +107,20 @@ class Rounds:
         Raises:
             Interrupted: Another view begins with this round.
         """
-        telling.wait()
-        found = {peer: self._reports.read(peer) for peer in range(self.here.size) if peer != self.here.rank}
+        pending_reports.wait()
+        found = {
+            peer: self._reports.read(peer) for peer in range(self.members_group.size) if peer != self.members_group.rank
+        }
         reports = {peer: report for peer, report in found.items() if report is not None}
-        row.missing = [self._session.label(rank) for rank in self._session.group.ranks if rank not in self.here.ranks]
+        row.missing = [
+            self._session.label(rank) for rank in self._session.group.ranks if rank not in self.members_group.ranks
+        ]
         since = step - self._session.view.step
         if row.missing and since and since % self._policy.warn_every == 0:
             _log.warning(
                 "rank %d: rank %s is still missing at step %d: training goes on with %d rank%s",
-                *(self._session.label(self.here.transport.rank), ", ".join(map(str, row.missing)), step),
-                *(self.here.size, "s" * (self.here.size > 1)),
+                *(self._session.label(self.members_group.transport.rank), ", ".join(map(str, row.missing)), step),
+                *(self.members_group.size, "s" * (self.members_group.size > 1)),
             )
         if len({digest, *(report.settings for report in reports.values())} - {0}) > 1:
             # Every rank has seen that digests differ, so all compare their settings.

@@ -18,26 +18,26 @@ from torch import nn
 from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.collectives.base import objects
-from stormtorch.collectives.base.group import Islands
+from stormtorch.collectives.base.group import NodeLayout
 from stormtorch.collectives.base.objects import complete
 from stormtorch.errors import Interrupted, StormError
-from stormtorch.exchange.waiting import doing
+from stormtorch.exchange.waiting import in_call
 from stormtorch.policies.policy import Policy
 from stormtorch.runtime.handover.reports import Report
 from stormtorch.runtime.members import given
-from stormtorch.runtime.members.auxiliary_state import Beside
-from stormtorch.runtime.members.iterations import turns_of
-from stormtorch.runtime.members.membership import Left, Membership
+from stormtorch.runtime.members.auxiliary_state import AuxiliaryState
+from stormtorch.runtime.members.iterations import iterations_of
+from stormtorch.runtime.members.membership import Left, SessionMembership
 from stormtorch.runtime.members.prepare_checks import check_model, check_parameters
 from stormtorch.runtime.members.prepared_optimizer import trained
 from stormtorch.runtime.members.served_collectives import EXACT_MODEL
-from stormtorch.runtime.members.session_collectives import Together
+from stormtorch.runtime.members.session_collectives import SessionCollectives
 from stormtorch.runtime.memory import personal
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.layout import Layout, Slot, plan
 from stormtorch.runtime.memory.scaling import LossScale, Scale
 from stormtorch.runtime.recording.recorder import Recorder
-from stormtorch.telemetry.ledger import Ledger, Row
+from stormtorch.telemetry.ledger import Ledger, LedgerRow
 
 _log = logging.getLogger("stormtorch")
 
@@ -51,7 +51,7 @@ _BESIDE = "stormtorch/beside"
 _PREPARED = "stormtorch/prepared"
 # Name under which it tells which parameters its program has frozen since `prepare`.
 _FROZEN = "stormtorch/frozen"
-_OWN = (
+_JOINED_MESSAGE = (
     "this process has come into a running job, with the others' parameters, buffers, optimizer and settings: what the "
     "program itself keeps, as schedulers, averages or slow weights, comes along only by session.carry()"
 )
@@ -62,7 +62,7 @@ _SMALL_CHANNELS = frozenset({"begin/settings", "calls", "here", "meet", "norms",
 _sessions: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Session]]] = weakref.WeakKeyDictionary()
 
 
-class Session(Together, ABC):
+class Session(SessionCollectives, ABC):
     """A prepared model and optimizer on one rank. A subclass does what its kind of policy needs.
 
     Args:
@@ -86,13 +86,13 @@ class Session(Together, ABC):
         self.ledger = Ledger()
         self.steps = 0
         """Optimizer steps so far."""
-        self.membership = Membership(group, name, policy.give_up_s, policy.priority)
-        self.turns = turns_of(group.transport)
+        self.membership = SessionMembership(group, name, policy.give_up_s, policy.priority)
+        self.iterations = iterations_of(group.transport)
         self.recorder: Recorder | None = None
         """Makes the records of this process; None on a simulated network."""
         self._carried: dict[str, tuple[Callable[[], bytes], Callable[[dict[int, bytes]], None]]] = {}
-        self._gone = self._entering = False
-        self._told: dict[int, dict[str, bytes]] = {}
+        self._has_left = self._applying_view = False
+        self._reported: dict[int, dict[str, bytes]] = {}
         """What the others have told when this process came into the job, for those who ask only afterwards."""
         self._on_step: list[Callable[[int], None]] = []
         self.machines: dict[int, str] = {}
@@ -120,13 +120,13 @@ class Session(Together, ABC):
         """Step before which parameters were pruned last, and how often they were before it."""
         self._pruned_ahead = (0, 0)
         """Calls that other ranks had made before this process came; its own program makes them once more."""
-        self.beside = Beside(optimizer, self.parameters)
+        self.auxiliary_state = AuxiliaryState(optimizer, self.parameters)
         """What the optimizer keeps beside the state of parameters."""
-        self._come: list[str] = []
+        self._join_messages: list[str] = []
         """What is to be said of how this process came into the job, once the view has begun."""
         self.scaling = LossScale()
         """The loss scale of the gradients, where ranks exchange gradients."""
-        self.looked = False
+        self.checked_left_out = False
         """Whether parameters that no prepared optimizer has were looked for."""
         check_model(model, self.parameters)
         check_parameters(self.shared)
@@ -214,7 +214,7 @@ class Session(Together, ABC):
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
         """Enters a context within which the parameters are those that count under the policy. All ranks take part."""
-        self.bring_home()
+        self.reattach_parameters()
         self.synchronise()
         yield
 
@@ -238,11 +238,11 @@ class Session(Together, ABC):
         """Whether parameters are on their way."""
         return False
 
-    def bring_home(self) -> None:
+    def reattach_parameters(self) -> None:
         """Puts parameters back into their buckets, or raises an error where that is impossible."""
         arriving = self.arriving()
         for bucket in self.buckets:
-            bucket.bring_home(arriving=arriving)
+            bucket.reattach_parameters(arriving=arriving)
 
     # --- for users who count on changes of the membership -------------------------------------------------------------
 
@@ -256,8 +256,8 @@ class Session(Together, ABC):
                 come into a running job, it is called at once with what the others have told.
         """
         self._carried[name] = give, take
-        if self._told:
-            take({rank: each[name] for rank, each in self._told.items() if name in each})
+        if self._reported:
+            take({rank: each[name] for rank, each in self._reported.items() if name in each})
 
     def on_step(self, callback: Callable[[int], None]) -> None:
         """Has a function called after every complete optimizer step, with the number of steps so far."""
@@ -292,7 +292,7 @@ class Session(Together, ABC):
 
     def stepped(self) -> None:
         """Called by subclasses when a step is complete."""
-        self._told = {}
+        self._reported = {}
         for callback in self._on_step:
             callback(self.steps)
 
@@ -304,13 +304,13 @@ class Session(Together, ABC):
         Raises:
             Left: This rank has handed over what it owned, and may leave.
         """
-        self._entering = True
+        self._applying_view = True
         try:
             # Whatever the program does meanwhile, as an evaluation, a view allocates memory for training.
             with torch.inference_mode(False), torch.no_grad():
                 held = self.begin_latest()
         finally:
-            self._entering = False
+            self._applying_view = False
         if self.recorder is not None:
             self.recorder.view(self)
         return held
@@ -319,14 +319,14 @@ class Session(Together, ABC):
     def begin_latest(self) -> bool:
         """Does what `change` says, as the subclass needs it."""
 
-    def hand_over(self) -> None:
+    def transfer_and_leave(self) -> None:
         """Hands over what this rank owns, as it is about to leave. The others are told already that it wants to."""
-        if self._gone:
+        if self._has_left:
             return
-        with doing("leave()"), contextlib.suppress(Left):
+        with in_call("leave()"), contextlib.suppress(Left):
             while True:
                 self.change()
-        self._gone = True
+        self._has_left = True
 
     def leave(self) -> NoReturn:
         """Leaves the job: this session has handed over what it owned, and now the others of this rank do.
@@ -334,23 +334,23 @@ class Session(Together, ABC):
         Raises:
             Left: Always.
         """
-        self._gone = True
+        self._has_left = True
         rank = self.label(self.group.transport.rank)
         _log.warning("rank %d: has handed over what it owned, and leaves at step %d", rank, self.steps)
         raise Left
 
     @abstractmethod
-    def at_rest(self) -> bool:
+    def is_between_steps(self) -> bool:
         """Whether this rank is between two steps, so that a view could begin now outside an exchange of gradients."""
 
     @property
-    def rests(self) -> bool:
+    def has_no_pending_step(self) -> bool:
         """Whether no averaged gradients wait for a step, so that a view could begin with this session."""
         return True
 
-    def may_change(self) -> bool:
+    def can_apply_view(self) -> bool:
         """Whether a view can begin with this session where another one's round is about to begin."""
-        return self.rests and not (self._gone or self._entering)
+        return self.has_no_pending_step and not (self._has_left or self._applying_view)
 
     def switch(self) -> None:
         """Begins the latest view where another session's round is about to begin."""
@@ -366,7 +366,7 @@ class Session(Together, ABC):
         before, self._bytes_sent = self._bytes_sent, int(health["bytes_sent"]) + int(health["shared_bytes_sent"])
         return self._bytes_sent - before
 
-    def count_sent(self, row: Row) -> None:
+    def count_sent(self, row: LedgerRow) -> None:
         """Writes into a row what this rank's transport has sent, and what parity did, since the last call."""
         health = self.group.transport.health()
         row.bytes_sent = self._sent_since(health)
@@ -391,9 +391,9 @@ class Session(Together, ABC):
         """Returns the members with a sequence of exchanges in which a round is made, interrupted when it is void."""
         name = f"{self.name}/{self.view.number}/{name}"
         self._channels_used.add(name)
-        return self.membership.group(name, self.void)
+        return self.membership.group(name, self.must_abort_round)
 
-    def islands(self, groups: Sequence[Group]) -> list[Islands] | None:
+    def node_layout(self, groups: Sequence[Group]) -> list[NodeLayout] | None:
         """Returns how the members of the view, in channels of it, are laid out over machines.
 
         None if they are not, in a way that allows a hierarchy. All members have the same answer.
@@ -403,7 +403,7 @@ class Session(Together, ABC):
         self._channels_used |= {part.name for each in known for part in (each.inside, each.between)}
         return known if len(known) == len(groups) else None
 
-    def void(self) -> bool:
+    def must_abort_round(self) -> bool:
         """Whether the round that is under way must be given up: by default, if another view begins with it."""
         return self.membership.due()
 
@@ -416,19 +416,19 @@ class Session(Together, ABC):
         """Returns the numbers of the members, by their places."""
         return [self.label(rank) for rank in self.view.members]
 
-    def told_of(self, before: Sequence[int], after: Sequence[int], newcomers: Sequence[int]) -> str:
+    def describe_view_change(self, before: Sequence[int], after: Sequence[int], newcomers: Sequence[int]) -> str:
         """Says in words who has come and gone with the view that the session has begun."""
-        self.view_began(newcomers)
+        self.on_view(newcomers)
         gone = [self.label(rank) for rank in before if rank not in after]
-        come = [self.label(rank) for rank in after if rank not in before]
+        joined = [self.label(rank) for rank in after if rank not in before]
         back = [self.label(rank) for rank in newcomers if rank in before]
         words = f"view {self.view.number} begins at step {self.steps} with {len(after)} rank{'s' * (len(after) > 1)}"
-        for what, ranks in (("gone", gone), ("new", come), ("back", back)):
+        for what, ranks in (("gone", gone), ("new", joined), ("back", back)):
             if ranks and before:
                 words += f"; rank {', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'} {what}"
         return words
 
-    def moving(self, latest: Any, without: Sequence[int] = ()) -> Group:
+    def transition_group(self, latest: Any, without: Sequence[int] = ()) -> Group:
         """Returns all ranks that take part in the beginning of a view, with those that leave.
 
         Args:
@@ -461,29 +461,29 @@ class Session(Together, ABC):
         own = {_PREPARED: " ".join(map(str, given.digests(self._given)))}
         if self.prunings:
             own[_PRUNINGS] = " ".join(map(str, (self.prunings, *self._pruned_at)))
-        if scale := self.scaling.told():
+        if scale := self.scaling.reported():
             own[_SCALE] = scale
-        if self.splits_optimizer and (message := self.beside.told(whole=False)).numel():
+        if self.splits_optimizer and (message := self.auxiliary_state.reported(whole=False)).numel():
             own[_BESIDE] = message.numpy().tobytes().decode("latin-1")
         if frozen := self._frozen_since():
             own[_FROZEN] = " ".join(map(str, sorted(frozen)))
         return own | {name: give().decode("latin-1") for name, (give, _) in self._carried.items()}
 
-    def taken(self, told: dict[int, dict[str, str]]) -> None:
+    def taken(self, reported: dict[int, dict[str, str]]) -> None:
         """Passes on what members have told when a view began."""
-        self._told = {
-            rank: {name: value.encode("latin-1") for name, value in each.items()} for rank, each in told.items()
+        self._reported = {
+            rank: {name: value.encode("latin-1") for name, value in each.items()} for rank, each in reported.items()
         }
         for name, (_, take) in self._carried.items():
-            take({rank: each[name] for rank, each in self._told.items() if name in each})
+            take({rank: each[name] for rank, each in self._reported.items() if name in each})
 
-    def check_fits(self, told: Mapping[str, Any]) -> None:
+    def check_fits(self, reported: Mapping[str, Any]) -> None:
         """Compares what this process was given with what a member was, before it takes anything from the job.
 
         Raises:
             ValueError: It is another model, optimizer or policy.
         """
-        theirs = map(int, str(told["carried"][_PREPARED]).split())
+        theirs = map(int, str(reported["carried"][_PREPARED]).split())
         for what, own, other in zip(self._given, given.digests(self._given), theirs, strict=True):
             if own != other:
                 raise ValueError(
@@ -491,24 +491,24 @@ class Session(Together, ABC):
                     "give all processes the same"
                 )
 
-    def come(self, told: Mapping[str, Any]) -> None:
+    def joined(self, reported: Mapping[str, Any]) -> None:
         """Takes what a member has told, as this rank is new or was away: all that follows from steps without it.
 
         Args:
-            told: The loss scale, what the optimizer keeps beside the state of parameters, and what is frozen.
+            reported: The loss scale, what the optimizer keeps beside the state of parameters, and what is frozen.
         """
-        carried = told["carried"]
-        self.scaling.come(str(carried.get(_SCALE, "")))
-        self._come = [_OWN] if self.turns.welcomes() else []
+        carried = reported["carried"]
+        self.scaling.joined(str(carried.get(_SCALE, "")))
+        self._join_messages = [_JOINED_MESSAGE] if self.iterations.is_first_join() else []
         self._freeze({*map(int, str(carried.get(_FROZEN, "")).split())})
         message = str(carried.get(_BESIDE, "")).encode("latin-1")
-        self.take_beside(torch.tensor(list(message), dtype=torch.uint8, device="cpu"))
+        self.load_auxiliary_state(torch.tensor(list(message), dtype=torch.uint8, device="cpu"))
 
-    def take_beside(self, message: torch.Tensor) -> None:
+    def load_auxiliary_state(self, message: torch.Tensor) -> None:
         """Takes what a member's optimizer keeps beside the state of parameters."""
-        lacking = self.beside.take(message)
+        lacking = self.auxiliary_state.take(message)
         if lacking:
-            self._come.append(
+            self._join_messages.append(
                 f"{type(self.optimizer).__name__} keeps {', '.join(map(repr, lacking))} beside the state of "
                 "parameters, which cannot be sent: this process begins it anew, and its steps may differ from others'"
             )
@@ -526,31 +526,31 @@ class Session(Together, ABC):
             each.requires_grad_(not each.requires_grad)
         if changed:
             names = {id(each): name for name, each in self.model.named_parameters()}
-            told = ", ".join(names.get(id(each), "a parameter") for each in changed)
-            self._come.append(
-                f"requires_grad of {told} is here now what it is on the others, whose programs changed it"
+            reported = ", ".join(names.get(id(each), "a parameter") for each in changed)
+            self._join_messages.append(
+                f"requires_grad of {reported} is here now what it is on the others, whose programs changed it"
             )
 
-    def say_who_never_came(self, row: Row) -> None:
+    def log_absent_ranks(self, row: LedgerRow) -> None:
         """Notes in the ledger, and logs, which ranks of the start were gone before this session began."""
         gone = [self.label(rank) for rank in self.group.ranks if rank not in self.view.members]
         if gone:
             ranks, is_are = ", ".join(map(str, gone)), "is" if len(gone) == 1 else "are"
             here = len(self.view.members)
-            self._come.append(
+            self._join_messages.append(
                 f"rank {ranks} {is_are} gone since before prepare(): training begins with {here} "
                 f"rank{'s' * (here > 1)}. Has every rank called prepare()?"
             )
-            self.say_how_it_came(row)
+            self.log_join_messages(row)
 
-    def say_how_it_came(self, row: Row) -> None:
+    def log_join_messages(self, row: LedgerRow) -> None:
         """Notes in the ledger, and logs, what this process has not got of the others, or changed to be like them."""
-        words, self._come = self._come, []
+        words, self._join_messages = self._join_messages, []
         for each in words:
             row.events.append(each)
             _log.warning("rank %d: %s", self.label(self.group.transport.rank), each)
 
-    def agree_on_scale(self, own: Scale, reports: Mapping[int, Report], row: Row) -> bool:
+    def agree_on_scale(self, own: Scale, reports: Mapping[int, Report], row: LedgerRow) -> bool:
         """Agrees on the loss scale with the members. Returns whether the gradients have different ones."""
         labels = self.labels()
         scales = {labels[place]: report.scale for place, report in reports.items()}
@@ -561,11 +561,11 @@ class Session(Together, ABC):
             _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
         return bool(words)
 
-    def learn_masks(self, told: Mapping[int, Mapping[str, Any]], *, new: bool) -> bool:
+    def sync_masks(self, reported: Mapping[int, Mapping[str, Any]], *, new: bool) -> bool:
         """Gives members that have come since, or were away, the masks of what is pruned. All members take part.
 
         Args:
-            told: What each rank has told in the beginning of the view, which this rank has entered.
+            reported: What each rank has told in the beginning of the view, which this rank has entered.
             new: Whether this rank comes from elsewhere, so that its program is at the beginning of the step.
 
         Returns:
@@ -575,8 +575,8 @@ class Session(Together, ABC):
             Interrupted: A rank is gone, and another view begins without it.
         """
         members = self.view.members
-        said = [tuple(map(int, told[rank]["carried"].get(_PRUNINGS, "0 0 0").split())) for rank in members]
-        counts = [count for count, *_ in said]
+        gathered = [tuple(map(int, reported[rank]["carried"].get(_PRUNINGS, "0 0 0").split())) for rank in members]
+        counts = [count for count, *_ in gathered]
         if min(counts) == max(counts):
             return False
         group = self.channel("masks", interruptible=True)
@@ -584,11 +584,11 @@ class Session(Together, ABC):
             kept = torch.ones(bucket.layout.elements, dtype=torch.uint8, device="cpu")
             if bucket.kept is not None:
                 kept.copy_(bucket.kept)
-            self.hand(group, kept, counts.index(max(counts)))
+            self.broadcast_values(group, kept, counts.index(max(counts)))
             if self.prunings < max(counts) and not bool(kept.all()):
                 bucket.prune(kept.bool())
         learns = self.prunings < max(counts)
-        self.prunings, *pruned_at = max(said)
+        self.prunings, *pruned_at = max(gathered)
         self._pruned_at = pruned_at[0], pruned_at[1]
         if new:
             self._pruned_ahead = self._pruned_at
@@ -657,19 +657,19 @@ class Session(Together, ABC):
         try:
             self._compare(group)
             for bucket in buckets:
-                self.hand(group, bucket.host_flat, 0)
+                self.broadcast_values(group, bucket.host_flat, 0)
                 if bucket.on_gpu:
                     bucket.flat.copy_(bucket.host_flat)
                 if bucket.masters is not bucket.own:
                     bucket.masters.copy_(bucket.own)
-            self.hand_rest(group, buckets, 0, take=True)
+            self.broadcast_rest(group, buckets, 0, take=True)
         except Interrupted as error:
             raise StormError(
                 f"rank {group.transport.rank}: a rank was lost before all had prepared their models: start again"
             ) from error
 
     @staticmethod
-    def hand(group: Group, values: torch.Tensor, root: int) -> None:
+    def broadcast_values(group: Group, values: torch.Tensor, root: int) -> None:
         """Gives all ranks the root's values.
 
         Raises:
@@ -678,7 +678,7 @@ class Session(Together, ABC):
         complete(collectives.broadcast(group, values, root), group)
 
     @torch.no_grad()
-    def hand_rest(self, group: Group, buckets: Sequence[Bucket], root: int, *, take: bool) -> None:
+    def broadcast_rest(self, group: Group, buckets: Sequence[Bucket], root: int, *, take: bool) -> None:
         """Gives ranks the root's buffers, and its parameters that are not trained; nothing that is personal.
 
         Args:
@@ -691,7 +691,7 @@ class Session(Together, ABC):
         for tensor in personal.shared(self.model):
             if id(tensor) not in homes and tensor.numel():
                 values = tensor.detach().to("cpu", copy=True).contiguous()
-                self.hand(group, values, root)
+                self.broadcast_values(group, values, root)
                 # Tables, which are equal on all ranks, must not count as changed.
                 if take and not torch.equal(values.to(tensor.device), tensor):
                     tensor.copy_(values)
@@ -704,24 +704,24 @@ class Session(Together, ABC):
         all_N = [torch.tensor([*digests, last], dtype=torch.int64, device="cpu") for _ in range(group.size)]
         collectives.all_gather(group, all_N, all_N[group.rank]).wait()
         # Each rank tells its own, so that all have the same: cards of processes that come and go may differ a while.
-        told = [int(each[-1]) & 0xFFFFFFFF for each in all_N]
-        self.machines = {rank: f"{each:08x}" if each else "" for rank, each in zip(group.ranks, told, strict=True)}
+        reported = [int(each[-1]) & 0xFFFFFFFF for each in all_N]
+        self.machines = {rank: f"{each:08x}" if each else "" for rank, each in zip(group.ranks, reported, strict=True)}
         compared = [[int(each[-1]) >> 32, *each[:-1].tolist()] for each in all_N]
         for what, first, *others in zip(self._given, *compared, strict=True):
             for peer, digest in enumerate(others, 1):
                 if digest != first:
                     # All ranks find the same, so that all take part.
-                    said = objects.gather(dict(self._given[what]), group)
+                    gathered = objects.gather(dict(self._given[what]), group)
                     raise ValueError(
                         f"rank {group.ranks[peer]} has prepared another {what} than rank {group.ranks[0]}: "
-                        f"{given.difference(said[peer], said[0])}. Give all ranks the same"
+                        f"{given.difference(gathered[peer], gathered[0])}. Give all ranks the same"
                     )
 
 
 def register(session: Session) -> None:
     """Makes a session one of its model's."""
     _sessions.setdefault(session.model, []).append(weakref.ref(session))
-    session.turns.add(session)
+    session.iterations.add(session)
 
 
 def sessions_of(model: nn.Module) -> list[Session]:

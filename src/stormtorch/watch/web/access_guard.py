@@ -23,7 +23,7 @@ HEADERS = {
 """Headers of every answer: a page may load nothing from elsewhere, nobody may frame it, and nothing is kept."""
 
 
-class Guard:
+class AccessGuard:
     """Checks requests.
 
     Args:
@@ -38,7 +38,7 @@ class Guard:
         self._loopback = is_loopback(host)
         self._names = {"localhost"} if self._loopback else {"localhost", host.lower(), *own_names()}
 
-    def knows(self, token: str | None) -> bool:
+    def is_valid_token(self, token: str | None) -> bool:
         """Whether this is the token; takes the same time whatever of it is wrong."""
         return token is not None and hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
 

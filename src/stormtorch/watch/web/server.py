@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from stormtorch.watch.prometheus import CONTENT_TYPE
 from stormtorch.watch.watcher import Watcher
 from stormtorch.watch.web import pages
-from stormtorch.watch.web.access_guard import HEADERS, Guard, bearer
+from stormtorch.watch.web.access_guard import HEADERS, AccessGuard, bearer
 
 _log = logging.getLogger("stormtorch")
 # The page asks every two seconds. While nobody looks, records are collected rarely, but before ranks forget them.
@@ -35,7 +35,7 @@ _HELP = "Open the address that `stormtorch watch` printed: it contains the token
 class Guarded:
     """Lets only requests through that the guard lets through; a stranger learns nothing, not even which paths exist."""
 
-    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+    def __init__(self, app: ASGIApp, guard: AccessGuard) -> None:
         self._app, self._guard = app, guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,9 +58,11 @@ class Guarded:
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("This server only shows.\n", 405)
         given = request.query_params.get("token")
-        if self._guard.knows(request.cookies.get(self._guard.cookie)) or self._guard.knows(bearer(request.headers)):
+        if self._guard.is_valid_token(request.cookies.get(self._guard.cookie)) or self._guard.is_valid_token(
+            bearer(request.headers)
+        ):
             return RedirectResponse("/", 303) if given is not None and request.url.path == "/" else None
-        if not self._guard.knows(given):
+        if not self._guard.is_valid_token(given):
             return PlainTextResponse(f"{_HELP}\n", 401)
         if request.url.path != "/":
             return None
@@ -70,7 +72,7 @@ class Guarded:
         return found
 
 
-def new_app(watcher: Watcher, guard: Guard) -> Starlette:
+def new_app(watcher: Watcher, guard: AccessGuard) -> Starlette:
     """Makes the application: the page, its files, its data, and metrics for Prometheus."""
     seen = time.monotonic()
 
@@ -135,7 +137,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Impatient(H11Protocol):
+class IdleTimeoutProtocol(H11Protocol):
     """Closes connections on which no request comes, and the oldest of them at once when others need their places."""
 
     _deadline: asyncio.TimerHandle | None = None
@@ -145,7 +147,11 @@ class Impatient(H11Protocol):
         super().connection_made(transport)
         self._wait()
         # Closed ones stay in the set until the loop comes round.
-        there = [each for each in self.connections if isinstance(each, Impatient) and not each.transport.is_closing()]
+        there = [
+            each
+            for each in self.connections
+            if isinstance(each, IdleTimeoutProtocol) and not each.transport.is_closing()
+        ]
         idle = [each for each in there if each.idle and each is not self]
         if len(there) > _MOST_CONNECTIONS and idle:
             min(idle, key=lambda each: each.since).transport.close()
@@ -171,9 +177,9 @@ class Impatient(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self.since = self.loop.time()
-        self._deadline = self.loop.call_later(_IDLE_S, self._give_up)
+        self._deadline = self.loop.call_later(_IDLE_S, self._close_idle)
 
-    def _give_up(self) -> None:
+    def _close_idle(self) -> None:
         if self.idle:
             self.transport.close()
 
@@ -189,14 +195,14 @@ class _Quiet(uvicorn.Server):
             ticks = (ticks + 5) % 864_000
 
 
-def server_of(watcher: Watcher, guard: Guard) -> uvicorn.Server:
+def server_of(watcher: Watcher, guard: AccessGuard) -> uvicorn.Server:
     """Makes the server."""
     config = uvicorn.Config(
         new_app(watcher, guard),
         log_level="warning",
         access_log=False,
         server_header=False,
-        http=Impatient,
+        http=IdleTimeoutProtocol,
         ws="none",
         limit_concurrency=2 * _MOST_CONNECTIONS,  # beyond those that may be idle
         timeout_keep_alive=int(_IDLE_S),
@@ -205,6 +211,6 @@ def server_of(watcher: Watcher, guard: Guard) -> uvicorn.Server:
     return _Quiet(config)
 
 
-def serve(watcher: Watcher, guard: Guard, listener: socket.socket) -> None:
+def serve(watcher: Watcher, guard: AccessGuard, listener: socket.socket) -> None:
     """Serves until SIGINT or SIGTERM."""
     server_of(watcher, guard).run(sockets=[listener])
