@@ -6,7 +6,7 @@ PYTHON    ?= python3
 TORCH     ?= torch>=2.11,<2.14
 # Which of the Python tests `make test` runs: a pytest mark expression, as in `make python-test MARKS=slow`. PYTEST_ARGS
 # goes behind it, as in PYTEST_ARGS='-k broadcast'.
-MARKS     ?= not slow
+MARKS     ?= not slow and not thorough
 PYTEST_ARGS ?=
 # Inputs per fuzz target.
 FUZZ_RUNS ?= 1000000
@@ -24,7 +24,7 @@ BENCH_OUT ?= build/bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo results docs wheel test test-all lint coverage coverage-engine coverage-python bench bench-lab bench-bursts bench-long bench-colocate bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak recompute survey python-test python-pure python-clocked python-all stub-check
+.PHONY: help setup demo results docs wheel test test-thorough test-all lint coverage coverage-engine coverage-python bench bench-lab bench-bursts bench-long bench-colocate bench-convergence bench-rarely bench-coding fuzz sanitize stub clean engine-build engine-test engine-virtual engine-clocked address-test thread-build driver-test views-test check-views soak recompute survey python-test python-pure python-clocked python-all stub-check
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -173,13 +173,16 @@ wheel: setup .venv/.extra-release  ## build both wheels into dist/ and try them 
 
 # --- check it --------------------------------------------------------------------------------------------------------
 
-# What people run before they commit, and what runs before a release. All tests of the first are in the second, where
-# sanitizers take the place of the plain build.
+# Three tiers: what people run before they commit, what CI adds to it, and what runs before a release, where sanitizers take
+# the place of the plain build.
 # Compilers run beside pip, and the engine's tests, which run in virtual time, beside the Python tests that need no clock.
-test:  ## the engine's tests with assertions, and the Python tests but for slow ones
+test:  ## the engine's tests with assertions, and the quick Python tests of every folder
 	@$(MAKE) --no-print-directory --jobs=2 engine-build setup
 	@$(MAKE) --no-print-directory --jobs=2 engine-virtual python-pure
 	@$(MAKE) --no-print-directory engine-clocked python-clocked
+
+test-thorough: setup  ## what CI runs after `make test`: the Python tests that are thorough, but not slow
+	@$(MAKE) --no-print-directory python-test MARKS='thorough and not slow'
 
 test-all: sanitize python-all  ## the engine's tests under ASan+UBSan and TSan, and all Python tests, slow ones too
 sanitize: address-test driver-test  ## the engine's tests under ASan+UBSan and under TSan
