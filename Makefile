@@ -181,8 +181,9 @@ test:  ## the engine's tests with assertions, and the quick Python tests of ever
 	@$(MAKE) --no-print-directory --jobs=2 engine-virtual python-pure
 	@$(MAKE) --no-print-directory engine-clocked python-clocked
 
-test-thorough: setup  ## what CI runs after `make test`: the Python tests that are thorough, but not slow
-	@$(MAKE) --no-print-directory python-test MARKS='thorough and not slow'
+test-thorough: setup  ## what CI runs after `make test`: the model checker of views, and the Python tests that are thorough but not slow
+	@$(MAKE) --no-print-directory --jobs=2 views-test python-pure MARKS='thorough and not slow'
+	@$(MAKE) --no-print-directory python-clocked MARKS='thorough and not slow'
 
 test-all: sanitize python-all  ## the engine's tests under ASan+UBSan and TSan, and all Python tests, slow ones too
 sanitize: address-test driver-test  ## the engine's tests under ASan+UBSan and under TSan
@@ -198,8 +199,8 @@ build/thread/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DSTORM_SANITIZE=thread
 build/bench-coding/build.ninja: CONFIGURE = -DSTORM_BENCH=ON
 build/fuzz/build.ninja: CONFIGURE = -DSTORM_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++
 
-engine-test: engine-virtual engine-clocked
-engine-virtual: engine-build views-test
+engine-test: engine-virtual engine-clocked views-test
+engine-virtual: engine-build
 	build/tests/engine_tests -test_driver
 # Up to three that failed run once more, alone, as python-test does. A crash leaves no last line, and is a failure at once.
 CLOCKED = build/tests/engine_tests
