@@ -58,7 +58,7 @@ def local_world(
     options: Options | Sequence[Options] = OPTIONS,
     within_s: float = 60.0,
 ) -> list[T]:
-    """Calls `work(transport)` on n ranks, each a thread with a UDP endpoint of its own on loopback.
+    """Calls `work(transport)` on n ranks, each a thread with its own UDP endpoint on loopback.
 
     Returns the results by rank, or raises the error that came first; every transport is closed either way.
     """
@@ -116,7 +116,7 @@ def _child(work: Callable[[UdpTransport], Any], rank: int, n: int, path: str, op
 def processes(
     n: int, work: Callable[[UdpTransport], T], *, options: Options = OPTIONS, within_s: float = 90.0
 ) -> list[T]:
-    """Calls `work(transport)` on n ranks, each a process of its own; `work` must be a function of a test module."""
+    """Calls `work(transport)` on n ranks, each in its own process; `work` must be a function of a test module."""
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     found: dict[int, Any] = {}

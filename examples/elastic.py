@@ -1,4 +1,4 @@
-"""One rank of a training whose ranks come and go: one command for the first start and for every restart.
+"""One rank of an elastic training: one command for the first start and for every restart.
 
 The store must outlive the ranks: `python examples/launch/store.py`, or etcd. Then, for each rank R of 3:
 
@@ -37,7 +37,7 @@ def open_store(address: str) -> dist.Store:
 
 
 def enter(arguments: argparse.Namespace) -> Group:
-    """Comes into the job, whether it already runs or not."""
+    """Joins the job, or starts it if it is not running."""
     key = os.environ.get("STORM_KEY", "").encode() or None
     options = stormtorch.Options(
         rejoin="auto", port=arguments.port, key=key, interface=arguments.interface, silence_s=arguments.silence
@@ -49,7 +49,7 @@ def enter(arguments: argparse.Namespace) -> Group:
 
 def main() -> None:
     """Trains until all ranks together have made enough steps."""
-    parser = argparse.ArgumentParser(description="One rank of a training whose ranks come and go.")
+    parser = argparse.ArgumentParser(description="One rank of an elastic training.")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--store", help="tcp://host:port, etcd://host:port/job or file:///path")
     way.add_argument("--join", help="host:port of any rank of a running job; several are divided by commas")

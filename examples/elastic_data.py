@@ -1,4 +1,4 @@
-"""Training that goes on while ranks come and go, and uses every sample once per epoch.
+"""Elastic training: ranks join and leave, and every sample is used once per epoch.
 
 Run it on two processes on this machine. A process that joins them later names any live rank:
 
@@ -24,7 +24,7 @@ def train(
     loader: DataLoader,
     epochs: int,
 ) -> None:
-    """Trains until a number of epochs is complete. A rank that has just joined begins where the others are."""
+    """Trains until a number of epochs is complete. A rank that joins begins at the present position of the others."""
     while sampler.epoch < epochs:
         for step in sampler.steps(loader):
             for group in optimizer.param_groups:  # all ranks count the job's steps alike, those that join too

@@ -19,7 +19,7 @@ from digits import load, make_model, report
 
 
 def main() -> None:
-    """Trains, and prints how it went."""
+    """Trains, and prints the result."""
     dist.init_process_group("gloo")  # "cpu:gloo,cuda:nccl" on GPUs
     world, per_host = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if per_host == world:  # all on one machine: play two hosts

@@ -1,4 +1,4 @@
-"""A policy of one's own in one file: elastic averaging. It runs on real ranks and on virtual workers alike.
+"""A custom policy in one file: elastic averaging. It runs on real ranks and on virtual workers alike.
 
 stormtorch simulate --workers 16 --policy lead,examples/own_policy.py:Elastic
 stormtorch train lm --policy lead,examples/own_policy.py:Elastic
@@ -13,7 +13,7 @@ import stormtorch
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(stormtorch.RankPolicy):
-    """Every rank trains a model of its own, and is pulled a part of the way to a slowly moving centre."""
+    """Every rank trains its own model, which is pulled towards a slowly moving centre."""
 
     every: int = 4
     """Steps between two exchanges."""
@@ -23,10 +23,10 @@ class Elastic(stormtorch.RankPolicy):
     """How much of the old centre is in the new one."""
 
     def update(self, owner, combined):
-        """The centre, which its owner remembers from one exchange to the next."""
+        """The centre, which its owner stores between exchanges."""
         centre = owner.setdefault("centre", combined.clone())
         return centre.lerp_(combined, 1.0 - self.inertia)
 
     def accept(self, own, received, arrived):
-        """Where the centre is lost, a rank goes on with its own model."""
+        """If the centre is lost, a rank goes on with its own model."""
         return torch.where(arrived, own.lerp(received, self.pull), own)

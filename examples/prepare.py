@@ -1,7 +1,7 @@
 """Training over a network that loses packets, started by torchrun: one line replaces DDP.
 
 Run it on two processes on this machine, where a tenth of the datagrams is dropped on purpose, or on four virtual hosts
-whose network really loses them:
+with real packet loss:
 
     torchrun --nproc-per-node 2 examples/prepare.py --loss 0.1
     stormtorch lab run --hosts 4 --rate 100mbit --loss 0.1 --management -- torchrun examples/prepare.py

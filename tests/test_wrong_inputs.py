@@ -47,7 +47,7 @@ COMMANDS = {
     "theory --loss 1.5": "--loss: must lie in [0, 0.9], got 1.5",
     "theory --loss abc": "'--loss': Input should be a valid number",
     "theory --ranks -4": "--ranks: must lie in [2, 1000000], got -4",
-    "theory --json nowhere/out.json": "--json: there is no folder nowhere: make it first",
+    "theory --json nowhere/out.json": "--json: there is no folder nowhere: create it",
     "simulate --json .": "'--json': file '.' is a directory",
     "simulate --plot picture.txt": "--plot: must end with one of",
     "simulate --policy nosuch": "--policy: must be one of lossless, plain, lead",
@@ -154,7 +154,7 @@ TOGETHER = {
     "float64": "parameter 0 is torch.float64: only float32, bfloat16 and float16",
     "complex": "parameter 0 is torch.complex64: only float32, bfloat16 and float16",
     "LBFGS": "LBFGS evaluates the model in the middle of a step",
-    "SparseAdam": "SparseAdam needs sparse gradients, which do not travel here: use Adam",
+    "SparseAdam": "SparseAdam needs sparse gradients, which are not supported: use Adam",
     "all frozen": "the optimizer has no parameter that requires a gradient",
     "DDP before": "prepare() takes the place of DistributedDataParallel",
     "exact without prepare": "call stormtorch.prepare(model, optimizer) first",
@@ -185,14 +185,14 @@ RANKS: dict[str, tuple[str, str]] = {
     "unknown_interface": ("rank 1 could not join the job", "interface 'nosuch0' does not exist or has no address"),
     "port_in_use": (
         "rank 1 could not join the job",
-        "Address already in use, at 127.0.0.1: does another rank run here",
+        "Address already in use, at 127.0.0.1: does another rank use this port",
     ),
     "world_size": ("rank 1 could not join the job", "rank 1 was started as one of 3 ranks, but rank 0 as one of 2"),
     "another_version": ("rank 1 could not join the job", "rank 1 runs stormtorch 9.9.9, but rank 0 runs"),
-    "rank_too_high": ("rank 1 of 2 has not come within 4 s", "rank must lie in [0, world), got rank 5 of 2"),
+    "rank_too_high": ("rank 1 of 2 has not joined within 4 s", "rank must lie in [0, world), got rank 5 of 2"),
     "options_of_another_kind": ("pg_options must be a stormtorch.Options, got dict", "-"),
     "after_the_end": ("rank 0: reduce_scatter: the engine is closed", "rank 1: reduce_scatter: the engine is closed"),
-    "forked": ("which is the rank, and has no part in the job", "-"),
+    "forked": ("which is the rank, and is not in the job", "-"),
     "unfrozen": ("that was frozen when the model was prepared now requires a gradient",) * 2,
     "moved": ("was moved after prepare(), as model.to(), model.half()",) * 2,
 }
@@ -273,4 +273,4 @@ def test_a_rank_that_is_started_twice_is_asked_about_it() -> None:
     assert all(each["rank twice"]["error"] == "" for each in first)
     told = second["rank twice"]
     assert "was no rank started twice?" in told["warnings"][0]
-    assert "rank 0 of 2 has not come" in told["error"]
+    assert "rank 0 of 2 has not joined" in told["error"]

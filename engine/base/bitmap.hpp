@@ -1,4 +1,4 @@
-// A fixed number of bits: which chunks arrived, which peers have something to send.
+// A bit set of fixed size: which chunks arrived, which peers have something to send.
 #pragma once
 
 #include <bit>
@@ -30,7 +30,7 @@ public:
         while (word == 0 && ++at < words_.size()) word = words_[at];
         return word == 0 ? 64 * words_.size() : 64 * at + static_cast<std::size_t>(std::countr_zero(word));
     }
-    // Sets every bit that is set in `other`, which is as large.
+    // Sets every bit that is set in `other`, a bitmap of the same size.
     void add(const Bitmap& other) {
         for (std::size_t at = 0; at < words_.size(); ++at) words_[at] |= other.words_[at];
     }

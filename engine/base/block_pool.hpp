@@ -1,5 +1,5 @@
-// Equal blocks of memory for chunks that must wait. Freed blocks are kept for the next exchange: touching fresh pages
-// costs more than the copy into them.
+// A memory pool of equal blocks, for chunks that must wait. Released blocks are kept for the next exchange, because
+// touching fresh pages costs more than the copy into them.
 #pragma once
 
 #include <cstddef>

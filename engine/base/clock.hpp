@@ -1,5 +1,5 @@
-// Time is an argument everywhere in the engine's core: a monotonic count of nanoseconds that a driver reads from the
-// kernel and a simulation makes up.
+// Time: a monotonic count of nanoseconds, passed as an argument throughout the engine's core. A driver reads it from
+// the kernel; a simulation makes it up.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Counters of one endpoint since it began. Garbage from the network is counted here and reported nowhere else.
+// Counters of one endpoint since it started: datagrams, bytes, retransmissions, duplicates, malformed input. Garbage
+// from the network is counted here and logged nowhere.
 #pragma once
 
 #include <array>
@@ -7,14 +8,14 @@
 
 namespace storm {
 
-// A counter of a struct, by the name that users see.
+// A counter of a struct, with the name that users see.
 template <class Struct>
 struct Named {
     const char* name;
     std::uint64_t Struct::* counter;
 };
 
-// Whether a list names each counter of a struct, which holds nothing else, once.
+// Whether a list names each counter of a struct exactly once. The struct must hold nothing but counters.
 template <class Struct, std::size_t n>
 consteval bool names_all(const std::array<Named<Struct>, n>& list) {
     for (std::size_t one = 0; one < n; ++one) {
@@ -27,24 +28,25 @@ consteval bool names_all(const std::array<Named<Struct>, n>& list) {
 
 struct Counters {
     std::uint64_t datagrams_sent{}, bytes_sent{}, datagrams_received{}, bytes_received{};
-    std::uint64_t authenticated{};  // datagrams received with a correct check or seal: only peers send such
-    std::uint64_t repaired{};       // chunks sent again
+    std::uint64_t authenticated{};  // datagrams received with a correct checksum or seal: only peers send such
+    std::uint64_t repaired{};       // chunks retransmitted
     std::uint64_t duplicates{};     // datagrams or chunks that had arrived before
     std::uint64_t late{};           // chunks of messages that were already closed
     std::uint64_t malformed{}, foreign{}, corrupt{}, unexpected{};
     std::uint64_t pooled{}, pool_refused{}, pool_bytes{}, pool_peak_bytes{};
     std::uint64_t reports{}, probes{}, asks{};
-    std::uint64_t shared_bytes_sent{}, shared_bytes_received{};  // data that passed through shared memory
-    std::uint64_t shelved_bytes_sent{};                          // of it, what lay there already for another peer
-    std::uint64_t parity_bytes{};                                // sent, headers included
-    std::uint64_t blocks_saved{}, blocks_topped_up{};  // of those sent: parity made up for losses, or did not suffice
-    std::uint64_t recovered{};                         // chunks that did not arrive and were decoded
-    std::uint64_t reroutes{};                          // peers that were found at another address
-    std::uint64_t path_outages{};                      // paths that stopped answering while others of the peer did
-    std::uint64_t path_probes{}, path_changes{}, pieces{};  // paths that carry less than a whole datagram
+    std::uint64_t shared_bytes_sent{}, shared_bytes_received{};  // data sent and received through shared memory
+    std::uint64_t shelved_bytes_sent{};  // of it, already in the broadcast buffer for another peer
+    std::uint64_t parity_bytes{};        // sent, headers included
+    std::uint64_t blocks_saved{},
+        blocks_topped_up{};        // blocks sent whose parity made up for losses, or did not suffice
+    std::uint64_t recovered{};     // chunks that did not arrive and were decoded from parity
+    std::uint64_t reroutes{};      // peers that were found at another address
+    std::uint64_t path_outages{};  // paths that stopped answering while other paths of the peer still did
+    std::uint64_t path_probes{}, path_changes{}, pieces{};  // path MTU discovery, and fragments of chunks sent
 };
 
-// All of them: whoever adds counters up or shows them goes through this list.
+// The list of all counters. Code that sums or shows counters iterates over it.
 inline constexpr auto counter_names = std::to_array<Named<Counters>>({
     {"datagrams_sent", &Counters::datagrams_sent},
     {"bytes_sent", &Counters::bytes_sent},

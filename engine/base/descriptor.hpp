@@ -35,20 +35,20 @@ public:
         fd_ = -1;
     }
     [[nodiscard]] int get() const { return fd_; }
-    // Gives ownership up.
+    // Releases ownership.
     [[nodiscard]] int release() { return std::exchange(fd_, -1); }
 
 private:
     int fd_;
 };
 
-// Gives a file of shared memory its size, and all of its pages at once. Where there is no memory for one later, as under
-// strict overcommit, whoever touches it would end by SIGBUS; now it is a std::system_error.
+// Sets the size of a shared-memory file and allocates all of its pages now. Throws std::system_error if there is not
+// enough memory. Without this, the process that first touches a page without memory would die of SIGBUS.
 inline void allocate(const Descriptor& file, std::size_t bytes) {
     int problem = 0;
     do problem = posix_fallocate(file.get(), 0, static_cast<off_t>(bytes));
     while (problem == EINTR);
-    if (problem != 0) throw std::system_error(problem, std::generic_category(), "no room for memory to share");
+    if (problem != 0) throw std::system_error(problem, std::generic_category(), "no space for shared memory");
 }
 
 }  // namespace storm

@@ -1,4 +1,4 @@
-// A set of ranks, as a value: who is heard, who has promised. Slots beyond its bits cannot take part in views.
+// A set of ranks, as a value: which ranks are reachable, which have promised. Slots from 256 on cannot be in a view.
 #pragma once
 
 #include <array>
@@ -45,7 +45,7 @@ public:
     }
     bool operator==(const Ranks&) const = default;
 
-    // Goes over the set by rising rank: `for (const std::uint16_t rank : ranks)`.
+    // Iterates by rising rank: `for (const std::uint16_t rank : ranks)`.
     struct Iterator {
         const Ranks* set;
         std::size_t at;

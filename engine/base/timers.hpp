@@ -1,10 +1,10 @@
-// Timers of numbered owners, of which the earliest is found at once.
+// Timers of numbered owners, with the earliest found in constant time: a tournament tree. The leaves of a binary tree
+// hold the entries, and each inner node holds the earlier of its two children.
 //
-// An entry may be early, but is never late: whoever makes a timer earlier must say so by `set` or `set_earlier`. A timer that
-// only moved on, as most do with every datagram, needs no call: `next` and `take_due` ask for the true time of an entry
-// when it comes up, and correct it. So an arrival costs nothing here, and the answer is exact.
-//
-// A tournament: the leaves of a binary tree hold the entries, and every other node the earlier of its two children.
+// An entry may be early but is never late. A caller that makes a timer earlier must call `set` or `set_earlier`. A
+// timer that only moves later, as most do with every datagram, needs no call: `next` and `take_due` look up the true
+// time of an entry when it falls due, and correct it. So an arriving datagram costs nothing here, and the answer is
+// still exact.
 #pragma once
 
 #include <algorithm>
@@ -37,14 +37,14 @@ public:
     void set_earlier(Owner owner, Nanos at) {
         if (at < this->at(owner)) set(owner, at);
     }
-    // Sets all entries to `true_time(owner)`, which is quicker than one by one.
+    // Sets all entries to `true_time(owner)`. This is faster than setting them one by one.
     template <class TrueTime>
     void set_all(TrueTime&& true_time);
 
     // When the earliest timer is due. `true_time(owner)` is never before the owner's entry.
     template <class TrueTime>
     [[nodiscard]] Nanos next(TrueTime&& true_time);
-    // The owners whose timers are due, in rising order. Their entries are `never` from then on: set them again.
+    // The owners whose timers are due, in rising order. Their entries become `never`; the caller must set them again.
     template <class TrueTime>
     [[nodiscard]] std::vector<Owner> take_due(Nanos now, TrueTime&& true_time);
 

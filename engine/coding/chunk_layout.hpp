@@ -1,4 +1,4 @@
-// How a message is cut into chunks, and the order in which they are sent.
+// How a message is split into chunks, and the order in which they are sent.
 #pragma once
 
 #include <cstddef>
@@ -6,12 +6,12 @@
 
 namespace storm {
 
-// How a message is cut. The short chunk is always the last one; an empty message is one empty chunk.
+// The chunks of a message. The short chunk is always the last one; an empty message is one empty chunk.
 struct ChunkLayout {
     std::uint64_t bytes{};
     std::uint32_t chunk_bytes{}, chunks{}, start{};
 
-    // Each exchange starts at another chunk, so that a deadline does not always cut off the same ones.
+    // Each exchange starts at another chunk, so that a deadline does not always lose the same ones.
     ChunkLayout(std::uint64_t message_bytes, std::size_t bytes_per_chunk, std::uint32_t channel, std::uint32_t seq);
     [[nodiscard]] std::uint32_t size(std::uint32_t chunk) const {
         return chunk + 1 < chunks ? chunk_bytes

@@ -39,7 +39,8 @@ void Encoding::decide(std::uint32_t chunk, std::size_t parity_per_block) {
     const std::uint32_t at = shape_.stretch_of(layout_.ordinal(chunk));
     Stretch& stretch = stretches_[at];
     stretch.coding_state = parity_per_block == 0 ? CodingState::plain : CodingState::coded;
-    // Parity leaves before the chunks of the next stretch do, so that nobody needs the sums of the one before any more.
+    // Parity is sent before the chunks of the next stretch, so the sums of the previous stretch are not needed any
+    // more.
     if (fleeting_ && parity_per_block == 0) sums_.forget();
     if (parity_per_block == 0) return;
     const std::size_t most = max_block_chunks - shape_.block_size(at, 0);
@@ -84,7 +85,7 @@ void Encoding::on_acked(std::uint32_t chunk) {
     Block* block = block_of(at);
     if (block == nullptr || block->data[at.position] == State::arrived) return;
     block->data[at.position] = State::arrived;
-    (void)settle(at.stretch, at.block);  // more arrived, so that nothing more need be sent
+    (void)settle(at.stretch, at.block);  // more arrived, so nothing more need be sent
 }
 
 void Encoding::on_parity_acked(std::uint32_t name) {
@@ -101,7 +102,7 @@ std::vector<std::uint32_t> Encoding::on_lost(std::uint32_t chunk) {
     if (block == nullptr) return {chunk};
     if (block->data[at.position] == State::arrived) return {};
     if (block->failed) return {chunk};
-    // A receiver that does not know of the exchange yet learns of it by the first chunk that waits: parity cannot stand in.
+    // The first chunk announces the exchange to a receiver that has not posted it yet; parity cannot replace it.
     if (exact_ && chunk == 0) {
         block->data[at.position] = State::flying;
         return {chunk};
@@ -135,9 +136,9 @@ std::vector<std::uint32_t> Encoding::take_lost_before_parity() {
     return again;
 }
 
-// By the time that the last chunk of a stretch leaves, the fate of the first is often known: parity need only replace what is
-// lost, and what may be lost of those still under way. What it takes for these grows at most as the root of their number
-// grows, and not less than in proportion to it.
+// By the time the last chunk of a stretch is sent, the first ones are often acknowledged or lost. Parity then need only
+// replace the lost ones, and those in flight that may be lost. The reserve for these is scaled by the square root of
+// their share, which is on the safe side: the right factor lies between that and the share itself.
 void Encoding::drop_needless_parity(Block& block) {
     const auto count = [&](State state) {
         return static_cast<double>(std::count(block.data.begin(), block.data.end(), state));
@@ -155,7 +156,7 @@ void Encoding::forget_parity(Stretch& stretch, Block& block) {
     }
 }
 
-// Looks at a block after a change: is it saved, may it still be, or how many chunks does it lack?
+// Updates a block after a change. Returns the chunks to retransmit if what arrived and is in flight cannot decode it.
 std::vector<std::uint32_t> Encoding::settle(std::uint32_t at, std::uint32_t number) {
     Stretch& stretch = stretches_[at];
     Block& block = stretch.blocks[number];
@@ -172,7 +173,7 @@ std::vector<std::uint32_t> Encoding::settle(std::uint32_t at, std::uint32_t numb
     if (have >= needed) {
         const auto arrived = static_cast<std::size_t>(std::count(block.data.begin(), block.data.end(), State::arrived));
         presume(static_cast<std::uint32_t>(needed - arrived));
-        // A lossy message says with its last parity that it is over, so that it must be sent.
+        // The last parity of a lossy message also announces its end, so it must be sent.
         if (exact_ && arrived == needed) forget_parity(stretch, block);
         if (!std::exchange(block.saved, true) && arrived < needed) ++block_counts_.saved;
         return {};
@@ -190,7 +191,7 @@ std::vector<std::uint32_t> Encoding::settle(std::uint32_t at, std::uint32_t numb
     return again;
 }
 
-// The stretch is not coded any more. Returns its chunks that were sent and not acknowledged, nor are under way.
+// Stops coding a stretch. Returns its chunks that were sent and are neither acknowledged nor in flight.
 std::vector<std::uint32_t> Encoding::stop_stretch(std::uint32_t at) {
     Stretch& stretch = stretches_[at];
     std::vector<std::uint32_t> again;
@@ -258,7 +259,7 @@ Decoding::Block& Decoding::open(const CodeShape::BlockPosition& at) {
     const auto [entry, is_new] = blocks_.try_emplace(key(at));
     Block& block = entry->second;
     if (is_new && placed_ == nullptr) {
-        // Room for all copies is there or none is taken: half of a block is of no use.
+        // Reserve memory for all copies of a block or for none: half a block is of no use.
         const std::size_t chunks = shape_.block_size(at.stretch, at.block), bytes = chunks * layout_.chunk_bytes;
         block.broken = !coding_memory_.reserve(peer_, bytes);
         if (!block.broken) {
@@ -295,7 +296,7 @@ Decoding::Taken Decoding::take_parity(std::uint32_t name, std::span<const std::b
     }
     if (awaited == 0) return Taken::yes;
     Block& block = open({of.stretch, of.block, 0});
-    // Chunks that were not kept, as they came another way or found no room, cannot be had again.
+    // Chunks that were not kept, because they arrived another way or memory was full, cannot be recovered.
     if (placed_ == nullptr && block.copied + missing != chunks) block.broken = true;
     if (block.broken) return Taken::no_space;
     const auto same = [&](const auto& each) { return each.first == of.index; };

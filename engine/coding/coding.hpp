@@ -1,9 +1,10 @@
-// Parity of messages: which chunks form a block, what a sender knows of each block, and how a receiver gives back what is
-// missing. The code itself is in erasure.hpp, and how much parity pays in coding_model.hpp.
+// Forward error correction of messages: which chunks form a block, how a sender tracks each block and its parity, and
+// how a receiver restores missing chunks. The code itself is in erasure.hpp, and how much parity pays in
+// coding_model.hpp.
 //
-// Chunks are counted in the order of sending. A message is cut into stretches, and a stretch into blocks whose chunks take
-// turns, so that a burst hits all of them a little. The shape follows from the number of chunks, so both sides know it. The
-// parity of a stretch follows its last chunk.
+// Chunks are counted in the order of sending. A message is divided into stretches, and a stretch into interleaved
+// blocks, so that a burst of losses spreads over all of them. The shape follows from the number of chunks, so both
+// sides know it. The parity of a stretch follows its last chunk.
 #pragma once
 
 #include <array>
@@ -42,7 +43,7 @@ struct CodeShape {
         const std::uint32_t several = blocks(stretch);
         return (size(stretch) - block + several - 1) / several;
     }
-    // Where a chunk belongs, and the other way round.
+    // Position of a chunk, and the inverse.
     struct BlockPosition {
         std::uint32_t stretch, block, position;
     };
@@ -65,35 +66,35 @@ struct ParityName {
 // The parity of one outgoing message. Chunks are named by their numbers in the message.
 class Encoding {
 public:
-    // Stretches of which some chunk was sent already go without parity: `sent` chunks of the first pass. `exact`: a block
-    // that lacks something is topped up; otherwise its chunks are from then on repaired or not, one by one. `fleeting`: a
-    // chunk may be overwritten once the receiver has it, so that its parity is computed as it leaves. Such chunks leave in
-    // the order of the cut.
+    // `sent`: chunks of the first pass that were sent already; a stretch that contains one gets no parity. `exact`: a
+    // block that cannot be decoded is topped up by as many retransmissions as it lacks; otherwise its chunks are from
+    // then on repaired or not, one by one. `fleeting`: a chunk may be overwritten once the receiver has it, so its
+    // parity is computed as it is sent. Such chunks are sent in the order of the layout.
     Encoding(const ChunkLayout& layout, std::uint32_t sent, bool exact, bool fleeting);
 
     [[nodiscard]] const CodeShape& shape() const { return shape_; }
-    // Whether nobody has decided yet how much parity the stretch of this chunk gets: `decide` comes before the chunk is sent.
+    // True if it is undecided how much parity the stretch of this chunk gets: call `decide` before the chunk is sent.
     [[nodiscard]] bool undecided(std::uint32_t chunk) const;
     void decide(std::uint32_t chunk, std::size_t parity_per_block);
     [[nodiscard]] bool coded(std::uint32_t chunk) const;
 
-    // A chunk of the first pass was sent, or will never be as it never reached us: then its stretch goes without parity,
-    // and the chunks that are returned must be sent again.
+    // A chunk of the first pass was sent, or is skipped because it never reached us. A skipped chunk leaves its stretch
+    // without parity; `on_skipped` returns the chunks to retransmit.
     void on_sent(std::uint32_t chunk, std::span<const std::byte> payload);
     [[nodiscard]] std::vector<std::uint32_t> on_skipped(std::uint32_t chunk);
     void on_acked(std::uint32_t chunk);
     void on_parity_acked(std::uint32_t name);
-    // A datagram was lost. Returns the chunks that must be sent again: none as long as what is under way may suffice.
+    // A datagram was lost. Returns the chunks to retransmit: none as long as what is in flight may suffice.
     [[nodiscard]] std::vector<std::uint32_t> on_lost(std::uint32_t chunk);
     [[nodiscard]] std::vector<std::uint32_t> on_parity_lost(std::uint32_t name);
-    // Nothing else is there to be sent, and some stretch has to wait for its parity until its last chunks are there: returns
-    // what was lost of it, which need not wait.
+    // Call it when nothing else can be sent while a stretch waits for its last chunks before its parity. Returns the
+    // lost chunks of that stretch, which need not wait.
     [[nodiscard]] std::vector<std::uint32_t> take_lost_before_parity();
-    // The receiver waits although it should have been able to decode, or parity cannot be sent any more: no block is coded
-    // from now on. Returns all chunks that were not acknowledged where that was relied upon.
+    // Stops coding: the receiver still waits although it should have been able to decode, or parity cannot be sent any
+    // more. Returns the unacknowledged chunks that parity was to replace.
     [[nodiscard]] std::vector<std::uint32_t> stop();
 
-    // Chunks of parity that can be sent now, and the next of them. `payload(chunk)` gives a chunk's bytes, where they stay.
+    // Chunks of parity that can be sent now, and the next of them. `payload(chunk)` returns a chunk's bytes in place.
     [[nodiscard]] std::size_t due() const { return due_; }
     struct Ready {
         std::uint32_t name;
@@ -102,7 +103,7 @@ public:
     template <class Payload>
     [[nodiscard]] Ready take(Payload&& payload);
 
-    // Chunks that were not acknowledged but can be decoded, as far as we know.
+    // Chunks that were not acknowledged but can presumably be decoded.
     [[nodiscard]] std::uint32_t presumed() const { return presumed_; }
     [[nodiscard]] bool relied_upon() const { return presumed_ > 0; }
     // Blocks since the last call that parity saved, or that had to be topped up.
@@ -155,7 +156,7 @@ private:
     ParitySums sums_;  // of the stretch that is being sent, where chunks are fleeting
 };
 
-// Memory for what receivers keep until a block is complete: no peer gets more than its share.
+// Memory for what receivers keep until a block can be decoded: no peer gets more than its share.
 class CodingMemory {
 public:
     CodingMemory(BlockPool& blocks, std::size_t total_bytes, std::size_t world)
@@ -180,25 +181,26 @@ private:
 // The receiver of a coded message: keeps parity, and copies of chunks where needed, until each block is complete.
 class Decoding {
 public:
-    // `placed`: where chunks lie that arrived; null if they are summed up, so that copies must be kept.
+    // `placed`: where received chunks are stored; null if they are summed, so that copies must be kept.
     Decoding(const ChunkLayout& layout, const std::byte* placed, std::uint16_t peer, CodingMemory& coding_memory);
     ~Decoding();
     Decoding(const Decoding&) = delete;
     Decoding& operator=(const Decoding&) = delete;
 
     [[nodiscard]] const CodeShape& shape() const { return shape_; }
-    // A chunk arrived whose stretch is coded. Call it before the chunk is summed up.
+    // A chunk of a coded stretch arrived. Call it before the chunk is summed.
     void keep(std::uint32_t chunk, std::span<const std::byte> payload);
     enum class Taken : std::uint8_t { yes, malformed, no_space };
-    // `settled`: chunks that arrived or were given up.
+    // `settled`: chunks that arrived or were marked missing.
     [[nodiscard]] Taken take_parity(std::uint32_t name, std::span<const std::byte> payload, const Bitmap& arrived,
                                     const Bitmap& settled);
-    // Gives back the missing chunks of a chunk's block, or of a parity's, if they can be; `restored(chunk, payload)` each.
+    // Restores the missing chunks of a chunk's or a parity's block, if possible, and calls `restored(chunk, payload)`
+    // for each.
     template <class Restored>
     void restore_block_of(std::uint32_t chunk, const Bitmap& arrived, Restored&& restored);
     template <class Restored>
     void restore_block_named(std::uint32_t name, const Bitmap& arrived, Restored&& restored);
-    // Nothing of stretches below this one is awaited any more.
+    // Drops stretches below this one, of which nothing is awaited any more.
     void forget_before(std::uint32_t stretch);
 
 private:

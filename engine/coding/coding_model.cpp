@@ -6,7 +6,7 @@
 namespace storm {
 namespace {
 
-// Coding costs processor time on both sides, so it must save some time on the line.
+// Coding costs processor time on both sides, so it must save some time on the network.
 constexpr double least_gain_s = 0.5e-3;
 constexpr double least_gain = 0.1;  // of what repairing costs
 // A rarer failure than this saves nothing that could be noticed.
@@ -29,8 +29,9 @@ struct Chain {
     }
 };
 
-// Expected delay after the last first-pass chunk that rounds of repair cause to a stretch: round j is over j round trips
-// after the stretch, of which the chunks that follow hide `hidden_s`. From the second round on, repairs are sent twice.
+// Expected delay after the last first-pass chunk that rounds of repair cause to a stretch: round j is over j round
+// trips after the stretch, of which the chunks that follow hide `hidden_s`. From the second round on, repairs are sent
+// twice.
 double repair_delay(const CodedLink& link, double chunks, double hidden_s) {
     const double events = chunks / std::max(1.0, (1.0 - link.loss) * link.burst);
     double delay = 0.0;
@@ -49,7 +50,7 @@ std::vector<double> block_failures(const CodedLink& link, std::size_t chunks, st
     const Chain chain(link, apart);
     const double loss = std::clamp(link.loss, 1e-9, 0.99);
     // good[l], bad[l]: the chance that l of the datagrams so far were lost, and the last one was not, or was. More than
-    // `most` are never told apart.
+    // `most` are not distinguished.
     std::vector<double> good(most + 2), bad(most + 2), next_good(most + 2), next_bad(most + 2), failures;
     good[0] = 1.0 - loss;
     bad[std::min<std::size_t>(1, most + 1)] = loss;

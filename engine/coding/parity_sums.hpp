@@ -1,6 +1,8 @@
-// Parity of one stretch, summed up as its chunks leave: afterwards nobody need read them again, and their memory may change.
+// Parity of one stretch, accumulated as its chunks are sent: afterwards they are not read again, and their memory may
+// change.
 //
-// A few chunks of each block are copied until they are added together, as each pass over the sums costs more than the copies.
+// A few chunks of each block are copied until they are added together, as each pass over the sums costs more than the
+// copies.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +16,11 @@ class ParitySums {
 public:
     // Begins a stretch: so many blocks with `parity` chunks of parity each, of `bytes`. Forgets the one before.
     void begin(std::uint32_t blocks, std::uint32_t parity, std::size_t bytes);
-    // A chunk leaves for the first time.
+    // A chunk is sent for the first time.
     void add(std::uint32_t block, std::uint32_t position, std::span<const std::byte> chunk);
     // A chunk of parity, once all chunks of its block were added. Valid until `begin` or `forget`.
     [[nodiscard]] std::span<const std::byte> parity(std::uint32_t block, std::uint32_t index);
-    // Gives all memory back.
+    // Frees all memory.
     void forget();
     [[nodiscard]] std::size_t memory_bytes() const { return sums_.capacity() + copies_.capacity(); }
 

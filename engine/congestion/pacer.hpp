@@ -1,4 +1,4 @@
-// How fast bytes may leave: a token bucket. rate_control.hpp decides its rate for one link.
+// Pacing: a token bucket decides when bytes may be sent. rate_control.hpp decides its rate for one link.
 #pragma once
 
 #include <cstddef>
@@ -12,9 +12,9 @@ class Pacer {
 public:
     Pacer(double bytes_per_s, double burst_bytes, Nanos now);
     void set_rate(double bytes_per_s, Nanos now);
-    // How much may leave at once, to make up for a late wake or after a pause.
+    // How much may be sent at once, to make up for a late wake-up or after a pause.
     void set_burst(double burst_bytes, Nanos now);
-    // How much of that may leave after a pause, in which nothing wanted to leave: all of it unless this is called.
+    // How much of that may be sent after a pause in which nothing waited: all of it unless this is called.
     void set_rest(double rest_bytes);
     // Spends `bytes`, even into debt (a batch is not divisible), and returns true; or returns false while in debt.
     [[nodiscard]] bool try_send(std::size_t bytes, Nanos now);

@@ -1,5 +1,5 @@
-// What this process has learned of paths to other hosts, kept for the next link to them: of a peer that returns, or of a
-// new group. A link starts with it and believes its own measurements.
+// Cache of path metrics by host, for the next link to the same host: of a peer that reconnects, or of a new group. A
+// link starts with the cached values and replaces them by its own measurements.
 #pragma once
 
 #include <cstddef>
@@ -14,21 +14,21 @@
 
 namespace storm {
 
-// What a link knows of its path.
+// Metrics of one path.
 struct PathMetrics {
-    double bytes_per_s{};  // of the line: the rate of the link times the links that shared it
+    double bytes_per_s{};  // of the bottleneck: the rate of the link times the links that shared it
     Nanos round_trip{};    // without a queue
 };
 
 class PathCache {
 public:
-    static constexpr Nanos stale_after = 600 * second;  // others use the line by then, or the route has changed
+    static constexpr Nanos stale_after = 600 * second;  // by then, other traffic or the route has changed
     static constexpr std::size_t most = 4096;           // paths; the oldest is forgotten
 
-    // The one of this process. Safe to use from any thread.
+    // The cache of this process. Thread-safe.
     [[nodiscard]] static PathCache& of_process();
 
-    // `lane`: each has links of its own, which share the line.
+    // `lane`: each has links of its own, which share the bottleneck.
     void store(const std::string& host, std::uint16_t lane, const PathMetrics& metrics, Nanos now);
     [[nodiscard]] std::optional<PathMetrics> recall(const std::string& host, std::uint16_t lane, Nanos now);
 

@@ -10,7 +10,7 @@ namespace {
 constexpr double infinity = std::numeric_limits<double>::infinity();
 constexpr double gso_bytes = 65'536;      // what one system call carries at most
 constexpr double batch_s = 0.00025;       // a batch is this long at the current rate: a small part of a switch's queue
-constexpr double shared_batch_s = 0.001;  // the same where several links share a line: each has only a part of its rate
+constexpr double shared_batch_s = 0.001;  // the same where several links share a bottleneck, and so its rate
 constexpr double late_s = 0.001;          // how late a thread may wake without losing what it could have sent
 constexpr double initial_datagrams = 32;  // sent before anything is known,
 constexpr double initial_bytes_per_s = 30e6;  // at this rate by all links of an endpoint together
@@ -18,9 +18,9 @@ constexpr double startup_gain = 2;            // of the best rate delivered so f
 constexpr double most_weight = 2;             // of a link that lags behind; the inverse of one that is ahead
 constexpr double most_occupancy = 24'576;     // what a link keeps in the bottleneck's queue
 constexpr double shared_occupancy = 49'152;   // what all links of an endpoint keep there together
-constexpr double queue_time_share = 0.25;     // a queue may last this much of what a message has time for
+constexpr double queue_time_share = 0.25;     // a queue may last this much of a message's deadline
 constexpr double least_target_s = 0.0002;     // delay below which a queue cannot be told from scheduling noise
-constexpr double most_noise_s = 0.001;        // delay that is never taken for noise, whatever a dip shows
+constexpr double most_noise_s = 0.001;        // delay that is never taken for noise, whatever PROBE_RTT shows
 constexpr double max_loss = 0.45;             // more than this is taken for an outage, not for a lossy link
 constexpr double least_datagrams_per_s = 20;
 constexpr double floor_bytes = 3'000;   // per round trip, always: two Ethernet datagrams keep the measurements alive
@@ -63,17 +63,17 @@ bool RateControl::try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nan
                    static_cast<double>(in_flight_bytes) + static_cast<double>(bytes) > window_;
     const bool known = phase_ == Phase::cruise || phase_ == Phase::probe_rtt;
     const bool paused = in_flight_bytes == 0 && app_limited_ && now - sent_at_ > 4 * least_round;
-    // Where the path is long, not just its queue, the next exchange begins while what this one sent last is not answered yet.
-    // Then a pause counts that outlasts what the link keeps in the queue.
+    // Where the path is long, not just its queue, the next exchange begins while the last data of this one is still
+    // unacknowledged. Then a pause counts if it is longer than what the link keeps in the queue.
     const Nanos silence = now - ready_at_;
     const bool long_since = known && !window_full_ && silence > std::max(16 * least_round, min_rtt_ / 4) &&
                             seconds(std::min(silence, min_rtt_ / 2)) > target_queue_s();
     if (known && (paused || long_since)) {
-        // A pause empties the queue. So send at full rate at once, and put off the next dip: the first datagrams see the
-        // path without a queue anyway.
+        // A pause empties the queue. So send at full rate at once, and postpone the next PROBE_RTT: the first datagrams
+        // see the path without a queue anyway.
         phase_ = Phase::cruise;
         pacer_.set_burst(0, now);  // not with a burst of every link at once
-        // The last exchange may have ended with this link alone on the line.
+        // The last exchange may have ended with this link alone on the bottleneck.
         if (busy_ >= crowd_ && crowd_rate_ > 0) rate_ = std::min(rate_, 1.1 * crowd_rate_);
         crowd_ = busy_;
         next_probe_rtt_at_ = now + probe_rtt_period();
@@ -186,7 +186,8 @@ void RateControl::end_round(Nanos now) {
     round_.begin = now;
 }
 
-// Standard deviation of a loss fraction measured over `bytes`. Never zero: a link that lost nothing so far may still lose.
+// Standard deviation of a loss fraction measured over `bytes`. Never zero: a link that lost nothing so far may still
+// lose.
 double RateControl::deviation(double loss, double bytes) const {
     // Losses that come in runs of b vary as if there were 2b - 1 times fewer datagrams.
     return std::sqrt(std::max(loss * (1 - loss), 0.01) * (2 * burst_ - 1) * datagram_bytes_ / bytes);
@@ -204,7 +205,7 @@ void RateControl::learn_delivery(double queue_s, double round_s) {
         if (loss < loss_ - spread) {  // what was taken for the link's loss came from a queue after all
             loss_ += 0.5 * (loss - loss_);
         } else if (queue_s <= loss_queue_s()) {
-            if (loss_ + weight * (loss - loss_) > most_loss_)  // more than the last dip saw: look again
+            if (loss_ + weight * (loss - loss_) > most_loss_)  // more than the last PROBE_RTT saw: probe again
                 next_probe_rtt_at_ =
                     std::min(next_probe_rtt_at_, probe_rtt_until_ + 16 * (round_.min_rtt + least_round));
             loss_ = std::min(loss_ + weight * (loss - loss_), std::max(loss_, most_loss_));
@@ -287,10 +288,10 @@ void RateControl::advance(double queue_s, double round_s, Nanos now) {
 
 double RateControl::bare_noise_s() const { return std::max(noise_s_, rtt_noise * seconds(min_rtt_)); }
 
-// With no more delay than this, loss does not come from a queue. It lies below the target, so that a link that takes random
-// loss for an overflow slows down until it knows better, and not the other way round.
+// With no more delay than this, loss does not come from a queue. It lies below the target: a link that takes random
+// loss for an overflow slows down until its queue falls below this and it learns its loss.
 double RateControl::loss_queue_s() const {
-    // Not scaled by shallow_: a link that has slowed down far enough must come to know its loss, however late threads wake.
+    // Not scaled by shallow_: a link that has slowed down far enough must learn its loss, however late threads wake.
     const double own_s = occupancy_bytes_ / rate_;
     return std::min(bare_noise_s() + 0.25 * own_s, 0.5 * (bare_noise_s() + own_s));
 }
@@ -305,10 +306,10 @@ bool RateControl::drained(Nanos now) const {
     return now >= drain_from_ + 8 * least_round && in_flight_ <= rate_ * seconds(min_rtt_) + quantum;
 }
 
-// A dip costs some 40 ms' worth of a short line; until there was one, links that came late are served worse.
+// A PROBE_RTT costs some 40 ms of a short path's capacity; until there was one, links that started late get less.
 Nanos RateControl::probe_rtt_period() const { return std::clamp(100 * min_rtt_, 2 * second, min_rtt_bucket); }
 
-// Links of one endpoint share a clock, so most of them dip together and see the path without their own queue.
+// Links of one endpoint share a clock, so most of them probe together and see the path without their own queue.
 void RateControl::begin_probe_rtt(Nanos now) {
     next_probe_rtt_at_ = (now / probe_rtt_period() + 1) * probe_rtt_period();
     probe_rtt_until_ = now + std::max(3 * min_rtt_ / 2, 8 * least_round);
@@ -317,7 +318,7 @@ void RateControl::begin_probe_rtt(Nanos now) {
     drain_from_ = now;
 }
 
-// A round counts for a dip when all it reports was sent within.
+// A round counts for PROBE_RTT when all it reports was sent within it.
 bool RateControl::probing_rtt(Nanos now) const { return now < probe_rtt_until_ || round_.begin < probe_rtt_seen_at_; }
 
 // Delay seen while the queue is empty is noise: threads that wake late, Wi-Fi, batches. Loss seen then is no overflow.
@@ -332,7 +333,7 @@ void RateControl::learn_from_probe_rtt() {
     loss_ += std::min(0.5, total / (400 * datagram_bytes_)) * (loss - loss_);
 }
 
-// Automatic: grows while the queue is below its target, gives back what stands above it.
+// Automatic: grows the rate while the queue is below its target, and drains what stands above it.
 void RateControl::follow_delay(double queue_s, double round_s) {
     const double target_s = target_queue_s();
     const double excess_s = queue_s - target_s;
@@ -367,7 +368,7 @@ void RateControl::grow(bool queued, bool empty, double share) {
 }
 
 // Before the first round trip is known, and over the longest ones, some datagrams a second must leave all the same.
-// And no more than that: the floors of all links must fit a slow line.
+// And no more than that: the floors of all links must fit a slow bottleneck.
 double RateControl::least_rate() const {
     return std::max(floor_bytes / std::max(seconds(min_rtt_), 0.01), least_datagrams_per_s * datagram_bytes_);
 }

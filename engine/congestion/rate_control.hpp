@@ -1,12 +1,13 @@
-// Finds the rate of one link from what is delivered and how long it waits; loss alone never slows it down.
+// Congestion control: finds the rate of one link from delivery rate and queueing delay; loss alone never slows it down.
 //
-// A BBR-like model (delivery-rate maximum over ten rounds, minimum round trip over ten seconds) bounds a rate that follows
-// delay: each link aims to keep the same few kilobytes in the bottleneck's queue. All links that share a queue see the
-// same wait, so equal occupancy makes equal rates, and the total settles where the queue is short and never empty.
-// Delivered rate is corrected by the loss seen while no queue stands, so random loss costs nothing; loss that comes with a
-// full queue is not corrected for and pulls the rate down to what is delivered.
-// Where somebody else keeps the queue full although the link has backed off, it stops yielding at 0.6 of the rate that it
-// had before: a flow that fills every queue, as most TCP does, would otherwise leave it nothing.
+// A BBR-like model (delivery-rate maximum over ten rounds, minimum round trip over ten seconds) bounds a rate that
+// follows delay: each link aims to keep the same few kilobytes in the bottleneck's queue. All links that share a queue
+// see the same wait, so equal occupancy makes equal rates, and the total settles where the queue is short and never
+// empty.
+// Delivered rate is corrected by the loss seen while no queue stands, so random loss costs nothing; loss that comes
+// with a full queue is not corrected for and pulls the rate down to what is delivered.
+// If a foreign flow keeps the queue full although the link has backed off, the link stops yielding at 0.6 of its former
+// rate: a flow that fills every queue, as most TCP does, would otherwise leave it nothing.
 #pragma once
 
 #include <array>
@@ -27,31 +28,33 @@ enum class RateMode : std::uint8_t {
     fixed,         // a given rate, shared by all links of an endpoint (the endpoint owns that Pacer)
     automatic,     // find the bottleneck from delivery rate and delay
     low_priority,  // automatic, and yields as soon as a standing queue is seen
-    low_latency    // automatic, and yields while others make the queue last longer than the time that it was given
+    low_latency    // automatic, and yields while other flows keep the queue longer than `yield_delay`
 };
 
 // Rate control of one link.
 class RateControl {
 public:
-    // `links`: how many may share a bottleneck, that is how many peers an endpoint of the job has. `yield_delay`: time
-    // that others may make a queue last before low_latency gives way.
+    // `links`: how many may share a bottleneck, that is how many peers an endpoint of the job has. `yield_delay`:
+    // queueing delay that other flows may cause before low_latency yields.
     RateControl(RateMode mode, std::size_t datagram_bytes, Nanos now, std::size_t links = 1,
                 Nanos yield_delay = millisecond);
-    // Whether a batch of `bytes` may leave now; counts it if so. In the dark (Outbound) only the rate holds it back.
+    // Whether a batch of `bytes` may leave now; counts it if so. While acknowledgements are overdue
+    // (Outbound::ack_overdue), only the rate holds it back.
     [[nodiscard]] bool try_send(std::size_t bytes, std::uint64_t in_flight_bytes, Nanos now, bool ack_overdue = false);
     // When to try again after a refusal; `never` when only a report can help (the window is full).
     [[nodiscard]] Nanos next_send_at(Nanos now) const;
     // How many bytes one batch should carry at most, so that pacing stays smooth (GSO batches are bursts).
     [[nodiscard]] std::size_t batch_bytes() const { return batch_bytes_; }
     void on_delivery(const Delivery& delivery);
-    // `share`: the fraction of the endpoint's unsent bytes that goes over this link. `busy`: links with something to send.
-    // An exchange ends with its slowest link, so a link that lags behind gets more of the line and others give way.
-    // `deadline`: the shortest time that any of its messages was given.
+    // `share`: the fraction of the endpoint's unsent bytes that goes over this link. `busy`: links with something to
+    // send.
+    // An exchange ends with its slowest link, so a link that lags behind gets more of the bottleneck and others less.
+    // `deadline`: the shortest time limit of its messages.
     void set_share(double share, std::size_t busy, Nanos deadline = never);
 
-    // What an earlier link over the same path has learned: this one starts with it, until it has measured the path itself.
+    // Starts with what an earlier link has learned of the same path, until this link has measured it.
     void recall(const PathMetrics& metrics);
-    // What this link has learned of its path. Nothing before it has found its rate, or on a path so short that finding it
+    // What this link has learned of its path. None before it has found its rate, or on a path so short that finding it
     // takes no time.
     [[nodiscard]] std::optional<PathMetrics> metrics() const;
 
@@ -88,7 +91,7 @@ private:
     [[nodiscard]] double trickle_rate() const;
     [[nodiscard]] double recalled_rate() const;
     void cruise_at(double rate, Nanos now);
-    // rate_neighbours.cpp
+    // rate_competition.cpp
     void notice_competition(double queue_s, Nanos now);
     void compete(double round_s);
     void yield(double queue_s, double round_s, Nanos now);
@@ -112,7 +115,7 @@ private:
 
     RateMode mode_;
     Phase phase_{Phase::startup};
-    Nanos learn_until_{never};  // the first rate is not proven: until then trains decide
+    Nanos learn_until_{never};  // the first rate is not proven: until then packet trains decide
     PathMetrics recalled_{};
     bool window_full_{}, app_limited_{};
     double datagram_bytes_;
@@ -121,7 +124,7 @@ private:
     double initial_rate_;
     double links_;
     double yield_delay_s_;
-    Nanos trickle_at_{};  // when the next batch may leave although nothing is answered yet
+    Nanos trickle_at_{};  // when the next batch may be sent although nothing is answered yet
     bool trickles_{};
     std::size_t batch_bytes_;
     Pacer pacer_;
@@ -129,8 +132,8 @@ private:
     double step_;                    // relative growth of the next queue-free round
     double noise_s_;                 // delay seen without a queue
     double loss_{};                  // share lost while no queue stood
-    double most_loss_;               // bound of loss_: the loss seen in the last dip plus its uncertainty
-    double weight_{1};               // share of the endpoint's line, compared to an equal one
+    double most_loss_;               // bound of loss_: the loss seen in the last PROBE_RTT plus its uncertainty
+    double weight_{1};               // share of the endpoint's bottleneck, compared to an equal one
     std::size_t busy_{1}, crowd_{};  // links with something to send; the most since the last pause
     double deadline_s_{std::numeric_limits<double>::infinity()};
     double crowd_rate_{};    // our rate while they were that many
@@ -141,17 +144,17 @@ private:
     bool overflowed_{};      // this round lost more than the link does without a queue
 
     double bottleneck_bytes_per_s_{};
-    double most_bottleneck_{};          // the most that the line has carried within the last minute or so
+    double most_bottleneck_{};          // peak rate of the bottleneck within the last minute or so
     double fair_{};                     // the rate while the queue was ours
     double overload_{};                 // share lost beyond what the link always loses, while competing
-    bool competing_{};                  // somebody else keeps the queue full
-    Nanos yielded_at_{-longest_yield};  // low priority: when another flow was last seen to use the line
+    bool competing_{};                  // another flow keeps the queue full
+    Nanos yielded_at_{-longest_yield};  // low priority: when another flow was last seen on the path
     int crowded_rounds_{}, roomy_rounds_{};
     Nanos crowded_since_{}, compete_until_{}, contest_{second};
 
     Nanos min_rtt_{never}, older_min_{never}, newer_min_{never}, bucket_;
     Nanos drain_from_{}, probe_rtt_until_{}, probe_rtt_seen_at_{}, next_probe_rtt_at_{}, sent_at_{};
-    Nanos ready_at_{};  // from when on the rate would have let the next batch go
+    Nanos ready_at_{};  // from when on the rate would have allowed the next batch
     Round round_;
     std::array<Nanos, 3> recent_rtt_;  // of the latest reports
     std::size_t recent_{};

@@ -1,5 +1,5 @@
-// How rate control comes by its first rate: from a train of datagrams (train.hpp), and from what is remembered of the path
-// (path_memory.hpp).
+// Startup of congestion control: the first rate, from a packet train (packet_train.hpp) or from the cached metrics of
+// the path (path_cache.hpp).
 #include <algorithm>
 #include <cmath>
 
@@ -8,12 +8,12 @@
 namespace storm {
 namespace {
 
-// Where a round trip is shorter, doubling takes no longer than a train does.
+// Where a round trip is shorter, doubling takes no longer than a packet train does.
 constexpr Nanos least_train_rtt = 4 * millisecond;
 constexpr double trickle_bytes_per_s = 1e6;  // by all links of an endpoint, before anything is answered
 constexpr double most_trickled = 128;        // datagrams in flight before anything is answered
-constexpr double recalled_share = 0.9;       // of a remembered rate: too little costs less than too much
-// A path over which more is remembered is no path: bytes in flight.
+constexpr double recalled_share = 0.9;       // of a cached rate: too little costs less than too much
+// Bytes in flight; cached metrics that imply more are implausible.
 constexpr double most_recalled = 64e6;
 
 }  // namespace
@@ -32,13 +32,13 @@ std::optional<PathMetrics> RateControl::metrics() const {
     return PathMetrics{.bytes_per_s = line, .round_trip = min_rtt_};
 }
 
-// Our share of the line as it was remembered; 0 if it was not.
+// Our share of the cached bottleneck rate; 0 if none is cached.
 double RateControl::recalled_rate() const {
     return recalled_share * recalled_.bytes_per_s / static_cast<double>(std::max<std::size_t>(busy_, 1));
 }
 
-// Before the first answer the window is small, as nobody knows how slow the path is. Over a long path, waiting for the answer
-// would leave the line idle meanwhile, so a little goes on leaving, or as much as the path is remembered to carry.
+// Before the first answer the window is small, as the path's rate is unknown. Over a long path, waiting for the answer
+// would leave the path idle, so a little goes on being sent, or as much as the path carried according to the cache.
 bool RateControl::may_trickle(std::uint64_t in_flight_bytes, Nanos now) {
     const double trip_s = seconds(recalled_.round_trip);
     const double most = std::max(most_trickled * datagram_bytes_, std::min(recalled_rate() * trip_s, most_recalled));
@@ -48,11 +48,11 @@ bool RateControl::may_trickle(std::uint64_t in_flight_bytes, Nanos now) {
 
 double RateControl::trickle_rate() const { return std::max(trickle_bytes_per_s / links_, recalled_rate()); }
 
-// A train that arrived more slowly than it was sent has passed at the speed of the bottleneck, or of our share of it. One
-// that did not only shows that the path is faster than that: startup goes on.
+// A train that arrived more slowly than it was sent has passed at the rate of the bottleneck, or of our share of it.
+// Any other only shows that the path is faster than that: startup goes on.
 void RateControl::on_train(const Dispersion& train, Nanos now) {
     if (now >= learn_until_ || !train.spread || min_rtt_ == never || min_rtt_ < least_train_rtt) return;
-    // Loss is not known yet: what did not arrive may have found no room.
+    // Loss is not known yet: what did not arrive may have overflowed a queue.
     cruise_at(train.bytes_per_s / (1 - loss_), now);
 }
 

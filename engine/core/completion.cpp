@@ -1,4 +1,4 @@
-// Timers, and how exchanges come to their end.
+// Completion of exchanges: timers, timeouts, probes, silent and blocked peers, and how an exchange ends or fails.
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
@@ -10,7 +10,7 @@
 
 namespace storm {
 
-// Closes a message; with `notify_sender`, its sender hears that it may stop.
+// Closes a message; with `notify_sender`, its sender is notified that it may stop.
 void Core::close(Exchange& exchange, Incoming& message, bool notify_sender) {
     if (message.closed) return;
     message.close();
@@ -28,7 +28,7 @@ void Core::close_stage(Exchange& exchange, bool second_stage) {
     }
     for (Outgoing& message : exchange.sends) {
         if (message.second_stage != second_stage || message.released) continue;
-        // Whoever has more time would wait for the rest in vain.
+        // A receiver with a later deadline would otherwise wait in vain for the rest.
         Control end = message.end();
         end.flags = static_cast<std::uint8_t>(end.flags | flag_repair);
         if (message.wanted && message.delivered() < message.layout.chunks) peers_[message.peer].queue_control(end);
@@ -36,7 +36,7 @@ void Core::close_stage(Exchange& exchange, bool second_stage) {
     }
 }
 
-// The peer takes no further part in the exchange: that is loss where loss is allowed, and an error elsewhere.
+// The peer takes no further part in the exchange: that counts as loss in lossy stages, and as an error in exact ones.
 void Core::abort_with_peer(Exchange& exchange, Peer& peer, Status status, FailureCause failure_cause) {
     for (Outgoing& message : exchange.sends) {
         if (message.peer != peer.rank || message.released) continue;
@@ -69,8 +69,9 @@ void Core::settle(Exchange& exchange, Nanos now) {
     }
 }
 
-// The exchange has timed out: blame the likeliest cause among the peers that something is missing from. A peer that missed
-// several asks comes first; then one whose first-stage contribution is missing, as the second stage waits for the first.
+// The exchange has timed out: names the likeliest cause among the peers that have not completed their part. A peer that
+// did not answer several `ready` comes first; then one whose first-stage contribution is missing, as the second stage
+// waits for the first.
 void Core::fail_timed_out(Exchange& exchange, Nanos now) {
     const Nanos asked_since = 3 * longest_ready_interval(), pinged_since = config_.silence / 2;
     int strongest = 0;
@@ -118,7 +119,7 @@ void Core::finish(Exchange& exchange, Status status, Nanos now) {
     for (Outgoing& message : exchange.sends) {
         message.wanted = false;
         peers_[message.peer].queue.remove(message);
-        // A pinned message keeps its slot until the last batch that points into it has left.
+        // A pinned message keeps its slot until the last batch that points into it has been sent.
         if (message.pins == 0) slots_.remove(message.ref);
     }
     exchanges_.end(exchange);
@@ -140,11 +141,12 @@ void Core::tick(Nanos now) {
     std::sort(newly_silent_.begin(), newly_silent_.end());
     for (const std::uint16_t rank : std::exchange(newly_silent_, {})) {
         Peer& peer = peers_[rank];
-        for (Link& link : peer.links) link.out.mark_all_lost([&](const Flight& flight) { on_lost(peer, link, flight, now); });
+        for (Link& link : peer.links)
+            link.out.mark_all_lost([&](const Flight& flight) { on_lost(peer, link, flight, now); });
     }
     if (blocked_.empty()) return;
     if (config_.lane != 0) {
-        blocked_.clear();  // lane 0 learns of them by `unreachable_peers`
+        blocked_.clear();  // lane 0 learns of them through `unreachable_peers`
         return;
     }
     for (const std::uint16_t rank : std::exchange(blocked_, {})) views_->blocked(rank, now);
@@ -154,23 +156,23 @@ void Core::tick(Nanos now) {
 void Core::tick_link(Peer& peer, Link& link, Nanos now) {
     link.out.expire(now, [&](const Flight& flight) { on_lost(peer, link, flight, now); });
     if (link.path.tick(now)) {
-        // The path carries another size than before: the rate found so far belonged to another path, or to none.
+        // The path MTU changed: the rate found so far belonged to another path, or to none.
         ++counters_.path_changes;
         link.rate = make_rate(now);
         link.fit_reports(link.path.bytes());
     }
-    // In an outage of minutes all numbers would be in flight: what they carried is lost, however the path is.
+    // In an outage of minutes, all packet numbers would be in flight: counts what they carried as lost in any case.
     if (link.out.out_of_numbers() && link.out.probes() > 0) {
         link.out.forget_all([&](const Flight& flight) { repair(peer, flight, now); });
     }
     if (now >= link.probe_at()) probe(peer, link, now);
 }
 
-// Nothing was heard of what is in flight on a path, or of a path that is down.
+// Nothing in flight on a path was acknowledged in time, or the path is down: sends a probe.
 void Core::probe(Peer& peer, Link& link, Nanos now) {
     if (link.down && peer.left()) return;
     if (!link.down && link.unanswered(now) && peer.links.survives(link)) {
-        // Another path answers, so this one is dead: what is in flight on it goes over the others.
+        // Another path answers, so this one is down: sends what is in flight on it over the others.
         ++counters_.path_outages;
         link.mark_down(now);
         link.out.forget_all([&](const Flight& flight) { repair(peer, flight, now); });
@@ -182,24 +184,24 @@ void Core::probe(Peer& peer, Link& link, Nanos now) {
     }
     link.out.probed(now);
     if (peer.left()) {
-        // A peer from which we have parted need only answer our goodbye, so that is sent again instead of a ping.
+        // A peer that has left or was dropped need only acknowledge our goodbye: sends that instead of a ping.
         peer.queue_control({.kind = Kind::bye, .failure_cause = peer.leave_cause()});
     } else if (!peer.links.several()) {
         peer.queue_control({.kind = Kind::ping});
     } else {
-        // The others show whether it is the path that does not answer, or the peer.
+        // Pings over the other paths show whether the path does not answer, or the peer.
         for (Link& each : peer.links) each.asks = each.asks || !each.down;
     }
     if (link.out.lossy() && !peer.left()) repeat_unanswered(peer, link, now);
 }
 
-// On a link that loses much, what was not answered in time is probably lost, and somebody waits for it: sent again with the
-// probe, it comes a round trip sooner than by the answer.
+// Retransmits what was not acknowledged in time on a link with much loss: it is probably lost, and the receiver waits
+// for it. Sent together with the probe, it arrives a round trip earlier than after the probe's answer.
 void Core::repeat_unanswered(Peer& peer, Link& link, Nanos now) {
     std::vector<Flight> unanswered;
     link.out.each_unanswered([&](const Flight& flight) {
         if (flight.kind == Kind::data) {
-            // Not what is queued for repair already, what may be missing, or what may be decoded.
+            // Skips what is queued for retransmission already, what may be missing, and what may be decoded.
             const Outgoing* message = slots_.find(flight.message);
             if (message == nullptr || !message->lossless() || message->encoding || !message->repairs.empty()) return;
         }
@@ -214,7 +216,7 @@ void Core::tick_exchange(Exchange& exchange, Nanos now) {
     }
     const auto true_time = [&](Timers::Owner timer) { return due_at_(exchange, timer); };
     const std::vector<Timers::Owner> due = exchange.timers.take_due(now, true_time);
-    // In the order of their numbers: the first error counts, and receives come first.
+    // In the order of their numbers, receives first: the first error counts.
     for (const Timers::Owner timer : due) {
         if (Incoming* message = exchange.received_by(timer)) tick_receive(exchange, *message, now);
         if (Outgoing* message = exchange.sent_by(timer)) tick_send(exchange, *message, now);
@@ -225,7 +227,7 @@ void Core::tick_exchange(Exchange& exchange, Nanos now) {
     settle(exchange, now);
 }
 
-// Whatever is in flight to a peer that fell silent is lost, but not before all exchanges have seen that it is silent.
+// What is in flight to a silent peer counts as lost, but only after all exchanges have seen that it is silent.
 void Core::mark_silent(Peer& peer) {
     peer.fall_silent();
     if (std::find(newly_silent_.begin(), newly_silent_.end(), peer.rank) == newly_silent_.end())
@@ -248,7 +250,7 @@ void Core::tick_receive(Exchange& exchange, Incoming& message, Nanos now) {
         message.ready_every = std::min(2 * message.ready_every, longest_ready_interval());
         message.ready_at = now + message.ready_every;
         ++counters_.asks;
-        // With the report, the sender learns at once what is missing.
+        // From the report, the sender learns at once what is missing.
         peer.links.report_now();
         peer.queue_control({.kind = Kind::ready, .channel = exchange.channel, .seq = exchange.seq});
     }
@@ -275,8 +277,8 @@ void Core::tick_send(Exchange& exchange, Outgoing& message, Nanos now) {
     }
 }
 
-// Brings the timers of all marked peers up to date. All other timers of exchanges only move on by themselves; a path that
-// is blocked is found at once.
+// Updates the timers of all marked peers, and of the exchanges whose path became blocked: that makes a timer earlier.
+// All other timers of exchanges only move later by themselves.
 void Core::refresh_timers() {
     peers_.refresh([&](std::uint16_t rank) {
         if (!peers_.look(rank).may_be_blocked(config_.silence)) return;
@@ -320,7 +322,7 @@ void Core::check_quiet(Nanos now) const {
         const Peer& peer = peers_.look(rank);
         if (std::find(socket_full_.begin(), socket_full_.end(), true) == socket_full_.end() &&
             (peer.has_pending_control() || peers_.timer(rank, PeerTimer::report) <= now))
-            throw std::logic_error("a peer was passed over that has something to be told");
+            throw std::logic_error("a peer was passed over that has a control datagram to send");
         if (!peer.queue.empty() && !peers_.queued().test(rank))
             throw std::logic_error("a peer was passed over whose queue holds messages");
     }

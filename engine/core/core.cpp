@@ -1,5 +1,4 @@
-// How an endpoint and its exchanges begin, and what can be asked of it; arrivals.cpp, departures.cpp and endings.cpp hold
-// the rest of Core.
+// The start of an endpoint, its peers and its exchanges, and the statistics of its links.
 #include "core/core.hpp"
 
 #include <algorithm>
@@ -28,7 +27,9 @@ Core::Core(CoreConfig config, Nanos now)
       peers_(config_.world, credit_),
       due_at_(peers_, config_.silence),
       doorbells_(config_.world) {
-    if (config_.world == 0 || config_.rank >= config_.world) throw std::invalid_argument("rank must be below world");
+    if (config_.world == 0 || config_.rank >= config_.world)
+        throw std::invalid_argument("rank must be below world, got rank " + std::to_string(config_.rank) + " of " +
+                                    std::to_string(config_.world));
     if (config_.datagram_bytes < 128 || config_.datagram_bytes > max_datagram_bytes) {
         throw std::invalid_argument("datagram_bytes must lie in [128, 65507], got " +
                                     std::to_string(config_.datagram_bytes));
@@ -36,14 +37,14 @@ Core::Core(CoreConfig config, Nanos now)
     if (config_.paths == 0 || config_.paths > most_paths || config_.world * std::size_t{config_.paths} > 0xffff)
         throw std::invalid_argument("paths must lie in [1, 4], and world times paths below 65536");
     if (!config_.peer_paths.empty() && config_.peer_paths.size() != config_.world)
-        throw std::invalid_argument("peer_paths must name every rank");
+        throw std::invalid_argument("peer_paths must have one entry per rank");
     // A report with one word must fit.
     if (config_.least_path_bytes < header_bytes + tag_bytes + Report::fixed_bytes + 8)
         throw std::invalid_argument("least_path_bytes must be at least 88");
     if (config_.rate_mode == RateMode::fixed) {
         if (!(config_.bytes_per_s > 0)) throw std::invalid_argument("rate must be above 0 bytes per second");
-        // Two milliseconds' worth, or two datagrams if that is more, may make up for a late wake. After a pause it is a
-        // tenth of a millisecond's: all ranks begin at the same time, and switches have queues for little more.
+        // The burst makes up for late wakeups: two milliseconds at the rate, or two datagrams if that is more. After a
+        // pause it is a tenth of a millisecond: all ranks start at the same time, and switches queue little more.
         const double least = 2.0 * static_cast<double>(config_.datagram_bytes);
         Pacer pacer(config_.bytes_per_s, std::max(config_.bytes_per_s * 0.002, least), now);
         pacer.set_rest(std::max(config_.bytes_per_s * 0.0001, least));
@@ -68,7 +69,7 @@ Core::Core(CoreConfig config, Nanos now)
 
 Core::~Core() = default;
 
-// Only paths that both have are used.
+// Only paths that both ranks have are used.
 std::unique_ptr<Peer> Core::make_peer(std::uint16_t rank, std::size_t paths, Nanos now) const {
     return std::make_unique<Peer>(rank, credit_.idle_bytes(), make_rate(now), make_path(), chunk_bytes_, now,
                                   std::clamp<std::size_t>(paths, 1, config_.paths), config_.silence);
@@ -108,12 +109,12 @@ std::uint64_t Core::post(const ExchangeSpec& spec, Nanos now) {
 }
 
 void Core::begin_sends(Exchange& exchange) {
-    // If all ranks begin with the one after them, each is sent to by one at a time.
+    // Each rank starts with the rank after it, so that only one rank at a time sends to any receiver (no incast).
     if (!peers_.any_queued()) next_rank_ = config_.rank + 1U;
     for (Outgoing& message : exchange.sends) {
         message.ref = slots_.add(message);
         Peer& peer = peers_[message.peer];
-        if (peer.silent()) peer.queue_control({.kind = Kind::ping});  // it heals when it answers
+        if (peer.silent()) peer.queue_control({.kind = Kind::ping});  // its answer ends its silence
         const bool lossy = exchange.lossy(message.second_stage);
         if (exchange.waits_across_views()) {
             peers_.queue(message);
@@ -127,7 +128,7 @@ void Core::begin_sends(Exchange& exchange) {
     }
 }
 
-// Hands over what peers sent before the exchange was posted here.
+// Delivers pooled chunks and controls, which arrived before the exchange was posted here.
 void Core::take_pooled(Exchange& exchange, Nanos now) {
     for (Pool::Entry& entry : pool_.take(exchange.channel, exchange.seq)) {
         Peer& peer = peers_[entry.header.source];
@@ -136,7 +137,7 @@ void Core::take_pooled(Exchange& exchange, Nanos now) {
         } else if (entry.header.kind == Kind::ready) {
             on_control(exchange, peer, entry.header, now);
         } else if (entry.header.kind == Kind::failed) {
-            // Only headers with a valid blame are kept.
+            // The pool only keeps `failed` headers with a valid failure cause.
             on_peer_failed(exchange, peer, *parse_failure_cause(entry.header, config_.world));
         } else {
             deliver(exchange, peer, entry.header, {entry.payload.get(), entry.bytes}, now, Carrier::datagram);
@@ -185,8 +186,8 @@ void Core::leave() {
 }
 
 bool Core::goodbye_acknowledged() const {
-    // Nobody waits for an answer of a peer that others call silent, unless it has spoken to us since, nor of one that the
-    // latest view does not know.
+    // No acknowledgement is awaited from a peer that others report as silent, unless something has arrived from it
+    // since; nor from a peer that is not in the latest view.
     for (std::uint16_t rank = 0; rank < config_.world; ++rank) {
         const Peer* peer = peers_.find(rank);
         if (peer == nullptr || peer->left() || peer->goodbye_acked || peer->silent()) continue;
@@ -200,7 +201,7 @@ void Core::readmit(std::uint16_t rank, std::uint32_t incarnation, const std::opt
                    std::size_t paths) {
     if (rank >= config_.world || rank == config_.rank)
         throw std::invalid_argument("a peer must be another rank of the world");
-    // Packet numbers begin anew, and none may be used twice between the same two processes.
+    // Packet numbers start from scratch, and none may be used twice between the same two processes.
     if (incarnation <= seal_.incarnation(rank)) {
         throw std::invalid_argument("incarnation " + std::to_string(incarnation) + " of rank " + std::to_string(rank) +
                                     " is not newer than " + std::to_string(seal_.incarnation(rank)));
@@ -230,7 +231,7 @@ void Core::readmit(std::uint16_t rank, std::uint32_t incarnation, const std::opt
     on_views_changed(now);
 }
 
-// Peers came or went: the room for what they send is divided anew.
+// Peers joined or left: divides the memory for what they send again.
 void Core::count_peers() {
     pool_.set_peers(std::max<std::size_t>(credit_.peers(), 1));
     coding_memory_.set_peers(credit_.peers());

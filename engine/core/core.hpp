@@ -1,5 +1,5 @@
-// The protocol without any input or output: datagrams and time go in; datagrams, timers and outcomes come out.
-// One Core is one lane of an endpoint. It is used by one thread at a time.
+// The protocol core, without I/O: datagrams and time go in; datagrams, timers and outcomes of exchanges come out.
+// One Core is one lane of an endpoint. One thread at a time may use it.
 #pragma once
 
 #include <algorithm>
@@ -45,21 +45,21 @@ struct Record;
 struct CoreConfig {
     std::uint16_t rank{}, world{};
     std::uint16_t lane{};                    // of the endpoint: see endpoint.hpp. Only lane 0 has views of its own
-    std::uint8_t paths{1};                   // interfaces: see paths.hpp
-    std::vector<std::uint8_t> peer_paths{};  // by rank: how many it has; empty if all have as many as we
-    std::size_t datagram_bytes{1472};        // the same on every rank of a job; a path that carries less gets pieces
-    std::size_t least_path_bytes{512};       // a path that does not even carry datagrams of this size is of no use
-    std::size_t receive_buffer{1 << 20};     // what the socket holds; all peers together get credit for less
-    std::size_t pool_bytes{64 << 20};        // room for chunks of exchanges not posted yet, of all peers together
-    std::size_t eager_bytes{256 << 10};  // bytes of a message that leave before its receiver says that it has posted
+    std::uint8_t paths{1};                   // number of interfaces: see paths.hpp
+    std::vector<std::uint8_t> peer_paths{};  // by rank: its number of paths; empty if all have as many as this rank
+    std::size_t datagram_bytes{1472};        // the same on every rank; chunks are fragmented on paths that carry less
+    std::size_t least_path_bytes{512};       // a path that does not carry datagrams of this size is not used
+    std::size_t receive_buffer{1 << 20};     // what the socket holds; the credit of all peers together is less
+    std::size_t pool_bytes{64 << 20};        // memory for chunks of exchanges not posted yet, of all peers together
+    std::size_t eager_bytes{256 << 10};      // bytes of a message sent before its receiver reports that it has posted
     RateMode rate_mode{RateMode::unlimited};
     double bytes_per_s{};            // RateMode::fixed: the rate of all links of a path together
-    Nanos yield_delay{millisecond};  // RateMode::low_latency: how long a queue may last
-    Nanos silence{10 * second};      // a peer that is not heard for so long is taken for lost
+    Nanos yield_delay{millisecond};  // RateMode::low_latency: the queueing delay that is allowed
+    Nanos silence{10 * second};      // a peer from which nothing arrives for this long counts as lost
     Secrets secrets;
     // Ranks that no process has yet; `readmit` fills such a slot.
     std::vector<std::uint16_t> vacant{};
-    bool late{};  // the job began without this process, so that it does not know who its members are
+    bool late{};  // a late joiner: the job started without this process, so it does not know the members
 };
 
 class Core {
@@ -67,45 +67,49 @@ public:
     Core(CoreConfig config, Nanos now);
     ~Core();
 
-    // Begins an exchange and returns its id. On one channel every sequence number is posted once, in nearly rising order.
+    // Starts an exchange and returns its id. Each sequence number of a channel is posted once, in nearly rising order.
     std::uint64_t post(const ExchangeSpec& spec, Nanos now);
-    // Ends an exchange that the caller no longer wants; its buffers are free when `Status::closed` comes out.
+    // Cancels an exchange. Its buffers are free once its outcome, `Status::closed`, is returned by `take_finished`.
     void cancel(std::uint64_t id, Nanos now);
-    // Ends an exchange of which another lane's part has failed, for the same reason.
+    // Ends an exchange whose part in another lane has failed, with the same failure cause.
     void fail(std::uint64_t id, Status status, std::uint16_t peer, FailureCause failure_cause, Nanos now);
-    // Tells every peer that we leave. `goodbye_acknowledged` is true once every peer has heard it, has left itself or is lost.
+    // Sends a goodbye to every peer. `goodbye_acknowledged` is true once every peer has acknowledged it, has left, is
+    // silent or is no longer a member.
     void leave();
     [[nodiscard]] bool goodbye_acknowledged() const;
 
-    // A new process has taken the place of a peer: the link to it begins anew, and exchanges under way go on as if the old
-    // process had fallen silent. `incarnation` is higher than that of any earlier process of this rank; `keys` are
-    // those of the link to the new one, if datagrams are sealed. Throws std::invalid_argument.
-    // `paths`: interfaces that the new process has; 0 if as many as we.
+    // A new process has joined with the rank of an earlier one. The link to it starts from scratch, and exchanges under
+    // way go on as if the old process had fallen silent.
+    // `incarnation`: must be higher than that of any earlier process of this rank. `keys`: of the link to the new
+    // process, if datagrams are sealed. `paths`: number of interfaces of the new process; 0 if as many as this rank.
+    // Throws std::invalid_argument.
     void readmit(std::uint16_t rank, std::uint32_t incarnation, const std::optional<LinkKeys>& keys, Nanos now,
                  std::size_t paths = 0);
 
-    // Calls `work(views)` with the views of this endpoint and acts on what it changed.
+    // Calls `work(views)` with the views of this endpoint, then applies what it changed.
     template <class Work>
     decltype(auto) with_views(Nanos now, Work&& work);
-    // Number of the latest view that is known and usable here; 0 as long as nobody has asked for any.
+    // Number of the latest usable view; 0 as long as there is none.
     [[nodiscard]] std::uint32_t view_number() const { return view_ ? view_->number : 0; }
-    // The latest usable view, if there is one, and whether this process is in it.
+    // The latest usable view, if there is one; and whether this process is in it.
     [[nodiscard]] const std::optional<View>& view() const { return view_; }
     [[nodiscard]] bool inside() const { return inside_; }
-    // In a lane other than 0: acts on a view that lane 0 has learned of, or on its coming to be inside or outside.
+    // In lanes other than 0: applies a view that lane 0 has learned, and whether this process is in it.
     void follow(const View& view, bool inside, Nanos now);
-    // Peers of an exchange that this lane does not reach: gone, silent, or answering while no data gets through. An
-    // exchange for a view waits for them; in a lane other than 0 that would be for ever, unless lane 0 is told.
+    // Peers of an exchange that are unreachable from this lane: they have left, are silent, or answer while no data
+    // reaches them. An exchange that waits across views waits for them. Lanes other than 0 must report them to lane 0,
+    // which decides on views, or would wait for ever.
     [[nodiscard]] std::vector<std::uint16_t> unreachable_peers(std::uint64_t id, Nanos now) const;
 
-    // See Prospect; `good` if the exchange has ended.
+    // Whether the exchange can still complete: see CanComplete. `good` if it has ended.
     [[nodiscard]] CanComplete can_complete(std::uint64_t id, Nanos now) const;
 
-    // Takes a datagram from anyone, also from strangers. It may be decrypted in place. `arrived_at`: when it came to this
-    // machine, if that is known to be earlier: delays are measured up to then.
+    // Processes a datagram from any sender, trusted or not. It may be decrypted in place. `arrived_at`: when it reached
+    // this machine, if that is known to be earlier than `now`; delays are measured up to then.
     void receive(std::span<std::byte> datagram, Nanos now) { receive(datagram, now, now); }
     void receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at);
-    // Who sent the datagram that `receive` took last, if it was authentic, and whether it had the highest number so far.
+    // The sender of the last datagram that `receive` processed, if it was authentic, and whether it had the highest
+    // packet number so far.
     struct Heard {
         std::uint16_t rank{};
         std::uint8_t path{};
@@ -113,56 +117,58 @@ public:
     };
     [[nodiscard]] const std::optional<Heard>& heard() const { return heard_; }
 
-    // Addresses belong to whoever drives this core: see routes.hpp. Fills a batch with a ping for an address of the peer
-    // that is in question; false if there is nobody to ask. Replies to it bear this id, which is not 0.
+    // Addresses belong to the driver of this core: see routes.hpp. Path challenge: fills a batch with a ping for an
+    // address of the peer that is to be validated; false if the peer has left or its rank is vacant. Replies to the
+    // ping carry this id, which must not be 0.
     [[nodiscard]] bool challenge(Batch& batch, std::uint16_t rank, std::uint32_t id, Nanos now, std::size_t path = 0);
     // Fills a batch with a report, for such an address.
     void report(Batch& batch, std::uint16_t rank, Nanos now, std::size_t path = 0);
-    // Queues a ping to the peer's present address.
+    // Queues a ping to the peer's current address.
     void ping(std::uint16_t rank, std::size_t path = 0);
     [[nodiscard]] Replies take_replies(std::uint16_t rank, std::size_t path = 0);
-    // The peer was found at another address: what is in flight to it is lost, and its path is a new one.
+    // Connection migration: the peer was found at another address. What is in flight to it counts as lost, and rate and
+    // path MTU start from scratch.
     void reroute(std::uint16_t rank, Nanos now, std::size_t path = 0);
-    // The kernel of the peer's machine says that nobody listens at its present address; `quoted` is what that answers, as
-    // far as it is quoted. A hint: see doubt.hpp.
+    // An ICMP port unreachable arrived for the peer's current address. `quoted`: the part of our datagram that it
+    // quotes. It is only a hint: see port_unreachable.hpp.
     void refused(std::uint16_t rank, std::span<const std::byte> quoted, Nanos now);
-    // How long an answer of the peer may take.
+    // How long the peer may take to answer a probe.
     [[nodiscard]] Nanos probe_timeout(std::uint16_t rank, std::size_t path = 0) const;
 
-    // The next batch that may leave now; false when there is none. `transmitted` must follow, in any order.
+    // Fills the next batch that may be sent now; false if there is none. Call `transmitted` for each, in any order.
     [[nodiscard]] bool transmit(Batch& batch, Nanos now);
     void transmitted(const Batch& batch, Nanos now);
-    // While a path is held, `transmit` leaves it alone: its socket is full.
+    // While a path is held, because its socket is full, `transmit` does not use it.
     void hold(std::size_t path, bool held) {
         if (socket_full_[path] && !held) peers_.clear_deferrals();
         socket_full_[path] = held;
     }
-    // From now on, data to and from a peer of the same machine passes through shared memory. Throws std::invalid_argument
-    // if the peer is not that process, or no longer.
+    // From now on, data to and from a peer on the same machine goes through shared memory. Throws std::invalid_argument
+    // if the rank does not belong to that process, or no longer does.
     void connect(std::uint16_t rank, std::uint32_t incarnation, std::unique_ptr<SharedMemoryChannel> shared_memory,
                  Nanos now);
-    // Gives all shared memory back; nothing passes any more.
+    // Releases all shared memory; data goes by datagram from now on.
     void disconnect();
     // While shut, peers send us datagrams instead.
     void pause_shared_memory(bool shut);
-    // Memory for what goes to several peers of this machine; null as long as there is none.
+    // The broadcast buffer's memory, for data to several peers on this machine; null as long as there is none.
     [[nodiscard]] const BroadcastMemory* broadcast_buffer() const {
         return broadcast_buffer_ ? &broadcast_buffer_->memory() : nullptr;
     }
     void set_broadcast_buffer(std::unique_ptr<BroadcastMemory> memory) {
         broadcast_buffer_ = std::make_unique<BroadcastBuffer>(std::move(memory));
     }
-    // Takes and puts some of what is to pass through shared memory; true if there was anything.
+    // Reads and writes some records in shared memory; true if there were any.
     bool pass(Nanos now);
-    // Peers with which memory is shared, in rising order.
+    // Peers that share memory with this process, in rising order.
     [[nodiscard]] const std::vector<std::uint16_t>& near() const { return same_host_peers_; }
-    // Has peers ring when they pass something. False if they already have: then `pass` comes first.
+    // Asks peers to ring our doorbell when they write. False if something is there already: call `pass` first.
     [[nodiscard]] bool may_sleep();
-    // Calls `ring(rank)` for each peer that sleeps and has been passed something, or been given room.
+    // Calls `ring(rank)` for each peer that sleeps and has new records to read, or new space to write to.
     template <class Ring>
     void ring_doorbells(Ring&& ring);
 
-    // When `tick` should be called at the latest, given that `transmit` has returned false.
+    // When to call `tick` at the latest, if `transmit` has returned false.
     [[nodiscard]] Nanos next_timer();
     void tick(Nanos now);
 
@@ -170,7 +176,7 @@ public:
     using Finished = Exchanges::Finished;
     [[nodiscard]] std::optional<Finished> take_finished() { return exchanges_.take_finished(); }
 
-    // The first chunk of each peer that has begun an exchange which was not posted here yet.
+    // For an exchange that is not posted here yet: the first chunk of each peer that has started it.
     [[nodiscard]] std::vector<Pool::First> peek(std::uint32_t channel, std::uint32_t seq) const {
         return pool_.peek(channel, seq);
     }
@@ -182,28 +188,28 @@ public:
     [[nodiscard]] Nanos round_trip(std::uint16_t peer) const;
     [[nodiscard]] double loss_from(std::uint16_t peer) const;
     [[nodiscard]] double rate_to(std::uint16_t peer) const;
-    // What the link to a peer has learned of its path, if that helps the next link to start.
+    // What congestion control has learned of a path, for the next link over it to start with; empty if nothing useful.
     [[nodiscard]] std::optional<PathMetrics> path_metrics(std::uint16_t peer, std::size_t path = 0) const;
-    // What an earlier link to the peer's host has learned: this one starts with it, unless it knows better.
+    // Gives a link what an earlier link to the peer's host has learned. It starts with that, unless it knows better.
     void recall(std::uint16_t peer, const PathMetrics& metrics, std::size_t path = 0);
-    // The most that its line carried since the last call.
+    // The peak rates at the bottleneck since the last call.
     [[nodiscard]] BottleneckPeaks::Peaks take_bottleneck_peaks() { return peaks_.take(); }
-    // The paths to a peer, by number; none if it is ourselves.
+    // The paths to a peer, by number; none for our own rank.
     [[nodiscard]] std::vector<PathHealth> paths_to(std::uint16_t peer) const;
     // The largest datagram that all paths to a peer are known to carry.
     [[nodiscard]] std::size_t path_bytes(std::uint16_t peer) const;
 
-    // Payload of a datagram of this size, in multiples of 16 bytes, so that no element is ever cut.
+    // Payload of a datagram of this size, a multiple of 16 bytes, so that no element is split between chunks.
     static std::size_t chunk_bytes_for(std::size_t datagram_bytes, bool sealed);
 
 private:
-    // arrivals.cpp: what a datagram that came in changes
+    // receive.cpp: received datagrams, acknowledgement, loss and retransmission
     void take_piece(Peer& peer, Link& link, Header header, std::uint64_t number, std::span<const std::byte> payload,
                     Nanos now, Nanos arrived_at);
     bool take_data(Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now);
     bool pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload);
     enum class Carrier : std::uint8_t { datagram, memory };
-    // False if the datagram should count as lost.
+    // False if the datagram must count as lost, so that its sender sends it again.
     bool deliver(Exchange& exchange, Peer& peer, const Header& header, std::span<const std::byte> payload, Nanos now,
                  Carrier carrier);
     void on_progress(Exchange& exchange, Peer& peer, Incoming& message, const Header& header, Nanos now,
@@ -224,7 +230,7 @@ private:
     void on_lost(Peer& peer, Link& link, const Flight& flight, Nanos now);
     void repair(Peer& peer, const Flight& flight, Nanos now);
 
-    // parity.cpp: how messages are coded, and what parity changes
+    // parity.cpp: forward error correction, how messages are coded and decoded
     void plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk);
     [[nodiscard]] bool wants_parity(const Peer& peer, const Outgoing& message) const;
     [[nodiscard]] static std::unique_ptr<Encoding> begin_coding(const Outgoing& message);
@@ -239,7 +245,7 @@ private:
     void stop_coding(Peer& peer, Outgoing& message, Nanos now);
     void count_blocks(Outgoing& message);
 
-    // membership.cpp: notes, and what a new view changes
+    // membership.cpp: view messages, and what a new view changes
     [[nodiscard]] Views& views(Nanos now);
     void on_views_changed(Nanos now);
     void apply_view(const View& view, Nanos now);
@@ -250,8 +256,8 @@ private:
     [[nodiscard]] bool is_vacant(std::uint16_t rank) const;
     [[nodiscard]] Nanos views_timer() const { return views_ ? views_->next_timer() : never; }
 
-    // departures.cpp: what is sent, to whom and when
-    // What our datagrams over a path name as their source: one number for rank and path.
+    // transmit.cpp: what is sent, to which peer and when
+    // The source in the header of our datagrams over a path: one number for rank and path.
     [[nodiscard]] std::uint16_t source(const Link& link) const {
         return static_cast<std::uint16_t>(config_.rank + link.index * config_.world);
     }
@@ -262,7 +268,7 @@ private:
                       std::span<const std::byte> body_bytes, unsigned urgent, Nanos now);
     [[nodiscard]] std::size_t write_last_reports(Peer& peer, std::span<std::byte> body, Nanos now);
     [[nodiscard]] bool fill_probe(Batch& batch, Peer& peer, Nanos now);
-    // The path over which chunks of the message may leave now, and how many; null if none has room.
+    // The path over which chunks of the message may be sent now, and how many; null if credit or pacing allow none.
     [[nodiscard]] Link* choose(Peer& peer, const Outgoing& message, std::size_t& chunks, Nanos now);
     [[nodiscard]] bool fill_data(Batch& batch, Peer& peer, Nanos now);
     void request_loss_reports(Peer& peer);
@@ -272,7 +278,7 @@ private:
                       std::span<const std::byte> payload, Nanos now, ChunkChecksums* checksums = nullptr);
     void share_bottleneck(Nanos now);
 
-    // passages.cpp: what passes through shared memory
+    // shared_memory.cpp: data to and from peers on the same machine
     bool take_records(std::uint16_t rank, std::size_t most, Nanos now);
     enum class Taken : std::uint8_t { yes, no_space, out_of_order };
     Taken take_record(Peer& peer, const Record& record, std::span<const std::byte> payload, Nanos now);
@@ -280,9 +286,9 @@ private:
     [[nodiscard]] bool awaits(std::uint16_t rank) const;
     bool put_records(std::uint16_t rank, Nanos now);
     void drop_broken_peer(Peer& peer, Nanos now);
-    // Whether data to the peer takes this way now.
+    // Whether data to the peer goes through shared memory now.
     [[nodiscard]] bool uses_shared_memory(std::uint16_t rank) const;
-    // Whether the rate that is set lets nothing go to anybody now: a thousand peers need not be asked one by one.
+    // Whether the fixed rate allows no data to any peer now, so that a thousand peers need not be tried one by one.
     [[nodiscard]] bool shut() const {
         return rate_limited_paths_ != 0 && rate_limited_paths_ + 1 == 1U << shared_pacers_.size();
     }
@@ -290,11 +296,12 @@ private:
     [[nodiscard]] BroadcastBuffer::Item* put_in_broadcast_buffer(const Outgoing& message, const Record& record,
                                                                  std::uint32_t end);
 
-    // endings.cpp: timers, and how exchanges come to their end
+    // completion.cpp: timers, timeouts and probes, and how exchanges end
     void close(Exchange& exchange, Incoming& message, bool notify_sender);
     void close_stage(Exchange& exchange, bool second_stage);
     void abort_with_peer(Exchange& exchange, Peer& peer, Status status, FailureCause failure_cause);
-    // Moves an exchange on after a change: the second stage sends what has become final, and the exchange ends if it is done.
+    // Drives an exchange after a change: queues second-stage chunks that became final, and ends the exchange if it is
+    // complete or has failed.
     void settle(Exchange& exchange, Nanos now);
     void finish(Exchange& exchange, Status status, Nanos now);
     void fail_timed_out(Exchange& exchange, Nanos now);
@@ -307,16 +314,16 @@ private:
     void mark_silent(Peer& peer);
     void refresh_timers();
 #ifdef STORM_CHECK_TIMERS
-    // Tests compare what the timers say with what a scan of all peers and messages finds.
+    // For tests: the next timer as found by a scan of all peers and messages, to compare with `next_timer`.
     [[nodiscard]] Nanos scanned_timer() const;
     void check_quiet(Nanos now) const;
 #endif
 
-    // core.cpp: how exchanges and peers begin
+    // core.cpp: how exchanges and peers start
     [[nodiscard]] std::unique_ptr<Peer> make_peer(std::uint16_t rank, std::size_t paths, Nanos now) const;
     [[nodiscard]] RateControl make_rate(Nanos now) const;
     [[nodiscard]] PathMtu make_path() const;
-    // A receiver that waits says so at least this often, which also shows that it lives.
+    // A waiting receiver sends `ready` at least this often, which also shows that it is alive.
     [[nodiscard]] Nanos longest_ready_interval() const { return std::min(second / 2, config_.silence / 16); }
     void count_peers();
     void begin_sends(Exchange& exchange);
@@ -339,26 +346,25 @@ private:
     Peers peers_;
     ExchangeTimers due_at_;
     std::optional<Views> views_;
-    std::optional<View> view_;                 // the latest that is usable
-    bool inside_{};                            // whether this process is in it
-    std::vector<std::uint32_t> member_since_;  // by rank: the view since which it is a member without a break
-    std::vector<std::int64_t>
-        member_incarnation_;                      // by rank: the incarnation that is a member of the latest view, or -1
-    std::vector<std::uint16_t> newly_silent_;     // fell silent in this tick: what is in flight to them is lost
-    std::vector<std::uint16_t> blocked_;          // answered in this tick, but get no data
-    std::size_t next_rank_{};                     // whose turn it is to be sent to
-    std::vector<Pacer> shared_pacers_;            // RateMode::fixed: by path
-    unsigned rate_limited_paths_{};               // bits of those that refused in this transmit: they refuse every peer
-    std::array<bool, most_paths> socket_full_{};  // paths whose sockets are full
-    Nanos paced_until_{never};                    // the earliest time at which a link that pacing held back may send
-    Nanos deferred_until_{never};                 // the same for the peer that was tried last
-    bool retry_transmit_{};                       // transmit has more to look at although a peer had nothing to send
-    std::vector<std::uint16_t> same_host_peers_;  // peers with which memory is shared
-    Bitmap doorbells_;                            // peers whose bells must be rung
-    std::unique_ptr<BroadcastBuffer> broadcast_buffer_;  // what goes to several of them
+    std::optional<View> view_;                      // the latest usable view
+    bool inside_{};                                 // whether this process is in it
+    std::vector<std::uint32_t> member_since_;       // by rank: the view since which it is a member without a break
+    std::vector<std::int64_t> member_incarnation_;  // by rank: its incarnation in the latest view; -1 if no member
+    std::vector<std::uint16_t> newly_silent_;       // fell silent in this tick: what is in flight to them is lost
+    std::vector<std::uint16_t> blocked_;            // found in this tick: they answer, but no data reaches them
+    std::size_t next_rank_{};                       // round robin: the rank to which data is sent next
+    std::vector<Pacer> shared_pacers_;              // RateMode::fixed: by path
+    unsigned rate_limited_paths_{};                 // bit set of paths whose shared pacer refused in this transmit
+    std::array<bool, most_paths> socket_full_{};    // by path: held, because its socket is full
+    Nanos paced_until_{never};                      // the earliest time at which a link that pacing held back may send
+    Nanos deferred_until_{never};                   // the same for the peer that was tried last
+    bool retry_transmit_{};                         // transmit must go round again although a peer had nothing to send
+    std::vector<std::uint16_t> same_host_peers_;    // peers that share memory with this process
+    Bitmap doorbells_;                              // peers whose doorbells must be rung
+    std::unique_ptr<BroadcastBuffer> broadcast_buffer_;  // data that goes to several of them
     bool shared_memory_paused_{};
-    Nanos defer_until_{never};  // the earliest time at which a term that came before its turn is taken nevertheless
-    bool draining_{};           // whatever is in the ring is taken
+    Nanos defer_until_{never};  // the earliest time at which an out-of-order contribution is taken anyway
+    bool draining_{};           // all records in the ring are taken, in order or not
     std::uint32_t overflow_{};
     std::optional<Heard> heard_;
     Counters counters_;

@@ -20,7 +20,7 @@ Nanos ExchangeTimers::of(const Exchange& exchange, const Incoming& message) cons
 }
 
 Nanos ExchangeTimers::of(const Exchange& exchange, const Outgoing& message) const {
-    // A message that is no longer wanted only waits for its last batch to leave.
+    // A message that is no longer wanted only waits until its last batch has been sent.
     if (!message.wanted) return never;
     const Peer& peer = peers_.look(message.peer);
     const Nanos started = exchange.outcome.started;

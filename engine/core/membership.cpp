@@ -1,4 +1,4 @@
-// How an endpoint takes part in membership: notes go to and from the views, and a new view drops peers from exchanges.
+// Membership of an endpoint: delivers and sends view messages, and applies a new view by dropping peers from exchanges.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -9,7 +9,7 @@
 
 namespace storm {
 
-// Made when first needed: a job that asks for no views sends no notes and pays nothing.
+// Created when first needed: a job without views sends no view messages and pays nothing.
 Views& Core::views(Nanos now) {
     if (views_) return *views_;
     ViewsConfig config;
@@ -17,7 +17,7 @@ Views& Core::views(Nanos now) {
     config.capacity = config_.world;
     config.silence = config_.silence;
     config.seed = config_.secrets.cookie + config_.rank;
-    // A process that is not the first of its rank, or whose slot was vacant, does not know who is there.
+    // A process that is not the first of its rank, or that joined late, does not know the members.
     const bool first = seal_.incarnation(config_.rank) == 0 && !config_.late;
     for (std::uint16_t rank = 0; first && rank < config_.world; ++rank) {
         if (!is_vacant(rank)) config.members.push_back({rank, 0});
@@ -39,11 +39,11 @@ bool Core::is_vacant(std::uint16_t rank) const {
     return std::find(config_.vacant.begin(), config_.vacant.end(), rank) != config_.vacant.end();
 }
 
-// Acts on whatever the last call of the views has changed.
+// Applies what the last call on the views has changed.
 void Core::on_views_changed(Nanos now) {
-    while (std::optional<OutgoingViewMessage> note = views_->take_view_message()) {
-        const Peer* peer = note->to < config_.world ? peers_.find(note->to) : nullptr;
-        if (peer != nullptr && !peer->left()) peers_[note->to].queue_view_message(std::move(note->body));
+    while (std::optional<OutgoingViewMessage> message = views_->take_view_message()) {
+        const Peer* peer = message->to < config_.world ? peers_.find(message->to) : nullptr;
+        if (peer != nullptr && !peer->left()) peers_[message->to].queue_view_message(std::move(message->body));
     }
     inside_ = views_->inside();
     const View* view = views_->view();
@@ -56,8 +56,8 @@ void Core::follow(const View& view, bool inside, Nanos now) {
 }
 
 void Core::apply_view(const View& view, Nanos now) {
-    // Whoever was away, even for one view, has given up the exchanges of the views before. A process that was not away
-    // knows each view, as it took part in deciding the next one.
+    // A process that was absent, even for one view, has aborted the exchanges of the views before. A process that was
+    // not absent knows every view, as it took part in deciding the next one.
     member_since_.resize(config_.world);
     for (const Member who : view.members) {
         if (view_ && (view.has_joined(who) || member_incarnation_[who.rank] != who.incarnation))
@@ -72,21 +72,21 @@ void Core::apply_view(const View& view, Nanos now) {
     });
 }
 
-// The peers of an exchange that are not in a later view than the exchange's take no further part in it.
+// Once a view later than the exchange's is known, drops the peers of the exchange that are not in it.
 void Core::drop_non_members(Exchange& exchange) {
     if (!exchange.waits_across_views() || exchange.view >= view_number()) return;
-    const auto there = [&](std::uint16_t rank) {
+    const auto takes_part = [&](std::uint16_t rank) {
         const Member who = member(rank);
-        // Where this process itself is out, the others go on without it.
+        // If this process itself is outside, the others go on without it.
         return inside_ && member_since_[rank] <= exchange.view && member_since_[config_.rank] <= exchange.view &&
                (view_->has(who) || view_->is_leaving(who));
     };
-    // Also where its own messages have ended: others may have waited for it, and have less to pass on.
+    // Also if its own messages are complete: others may miss its contributions, and so have less to forward.
     for (const Outgoing& message : exchange.sends) {
-        if (!there(message.peer)) drop_peer(exchange, message.peer);
+        if (!takes_part(message.peer)) drop_peer(exchange, message.peer);
     }
     for (const Incoming& message : exchange.receives) {
-        if (!there(message.peer)) drop_peer(exchange, message.peer);
+        if (!takes_part(message.peer)) drop_peer(exchange, message.peer);
     }
 }
 
@@ -147,7 +147,7 @@ CanComplete Core::can_complete(std::uint64_t id, Nanos now) const {
 }
 
 void Core::refused(std::uint16_t rank, std::span<const std::byte> quoted, Nanos now) {
-    // Whoever did not see what we sent cannot quote it.
+    // Only a sender that saw our datagram can quote it.
     const std::optional<Header> header = parse_header(quoted);
     if (!header || header->cookie != seal_.visible_cookie() || header->source % config_.world != config_.rank) return;
     const Peer* peer = rank < config_.world ? peers_.find(rank) : nullptr;
@@ -171,7 +171,8 @@ void Core::mark_posted(Exchange& exchange, const Peer& peer) {
 }
 
 void Core::take_view_message(Peer& peer, std::span<const std::byte> body, Nanos now) {
-    if (config_.world > Ranks::bits || config_.lane != 0) return;  // more ranks than a view can have, or none of ours
+    if (config_.world > Ranks::bits || config_.lane != 0)
+        return;  // the world exceeds the slots of a view, or lane 0 has the views
     views(now).receive(peer.rank, body, now);
     on_views_changed(now);
 }

@@ -1,4 +1,5 @@
-// How messages are coded, and what parity that came in changes.
+// Forward error correction: which messages get parity and how much, retransmission where parity does not suffice, and
+// decoding of received parity.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -12,12 +13,12 @@
 namespace storm {
 namespace {
 
-// Below this loss, parity by itself costs more than all repairs.
+// Below this loss rate, parity costs more than all retransmissions.
 constexpr double least_loss = 0.002;
 
-// Whether results of the second stage come to where the message lies, as where tensors are reduced in place. A result comes
-// only when its owner has the chunk that it overwrites or does without it, so whatever is sent of that chunk from then on is
-// refused as a duplicate: repairs may read it again, but parity, which concerns other chunks too, may not.
+// Whether results of the second stage overwrite the message, as in an in-place all-reduce. A result arrives only after
+// its owner has received the chunk that it overwrites, or does without it. From then on, retransmissions of that chunk
+// are refused as duplicates, so they may read the overwritten data. Parity may not, as it covers other chunks too.
 bool results_overwrite(const Outgoing& message) {
     const std::byte* end = message.data + message.layout.bytes;
     const std::less<> before;
@@ -26,9 +27,9 @@ bool results_overwrite(const Outgoing& message) {
     });
 }
 
-// Chunks that are still to be sent to the peer when this stretch of a message has left. Behind a contribution to a sum comes
-// its result. About half of that hides what is lost now: results wait for contributions of others as well, and their parity
-// for the last of them.
+// Chunks that are still to be sent to the peer after this stretch of a message. A contribution to a sum is followed by
+// the sum's result. About half of the result hides what is lost now: results also wait for contributions of other
+// ranks, and their parity waits for the last of them.
 std::size_t chunks_after(const Outgoing& message, std::uint32_t stretch_chunks) {
     std::size_t after = message.layout.chunks - std::min(message.cursor + stretch_chunks, message.layout.chunks);
     if (message.second_stage) return after;
@@ -38,7 +39,7 @@ std::size_t chunks_after(const Outgoing& message, std::uint32_t stretch_chunks) 
     return after;
 }
 
-// Messages of the same stage: everybody sends as many as we do, as far as we know, and all wait for the last of them.
+// Messages of the same stage on all ranks, if each sends as many as we do. All ranks wait for the last of them.
 double messages_in_stage(const Outgoing& message) {
     const auto ours = static_cast<double>(
         std::count_if(message.exchange->sends.begin(), message.exchange->sends.end(),
@@ -48,7 +49,7 @@ double messages_in_stage(const Outgoing& message) {
 
 }  // namespace
 
-// Whether a message may get parity at all. How much each of its stretches gets, if any, `plan_parity` decides.
+// Whether a message may get parity at all. `plan_parity` decides how much each of its stretches gets, if any.
 bool Core::wants_parity(const Peer& peer, const Outgoing& message) const {
     const double redundancy = message.exchange->stage(message.second_stage).redundancy;
     if (redundancy == 0.0 || message.layout.bytes == 0 || message.first_pass_over()) return false;
@@ -56,13 +57,13 @@ bool Core::wants_parity(const Peer& peer, const Outgoing& message) const {
 }
 
 std::unique_ptr<Encoding> Core::begin_coding(const Outgoing& message) {
-    // Chunks of a second stage leave as they become final, so that nobody can tell which have left.
+    // Chunks of a second stage are sent as they become final, so the cursor does not say which ones were sent.
     const bool began = message.source != nullptr && message.cursor > 0;
     return std::make_unique<Encoding>(message.layout, began ? message.layout.chunks : message.cursor,
                                       message.lossless(), results_overwrite(message));
 }
 
-// A chunk of the first pass is about to be sent: decides how much parity its stretch gets, if it is the first of it.
+// Before the first chunk of a stretch is sent in the first pass: decides how much parity the stretch gets.
 void Core::plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk) {
     Encoding& encoding = *message.encoding;
     if (!encoding.undecided(chunk)) return;
@@ -71,9 +72,9 @@ void Core::plan_parity(Peer& peer, Outgoing& message, std::uint32_t chunk) {
     const double redundancy = message.exchange->stage(message.second_stage).redundancy;
     std::size_t parity = 0;
     if (peer.links.splits_chunks(chunk_bytes_, seal_.overhead_bytes())) {
-        // Pieces of a chunk are told apart by its number, which parity does not have.
+        // No parity on paths with fragmentation: pieces are matched by chunk number, which parity does not have.
     } else if (redundancy > 0.0) {
-        // A number that a division has left a hair above a whole one means that one. Blocks bound it: see `decide`.
+        // The epsilon undoes rounding just above a whole number. The block size bounds the result: see `decide`.
         parity = static_cast<std::size_t>(std::ceil(redundancy * shape.block_size(stretch, 0) - 1e-9));
     } else {
         const double rate = shared_pacers_.empty() ? peer.links.bytes_per_s()
@@ -115,7 +116,7 @@ void Core::add_parity(Batch& batch, Peer& peer, Link& link, Outgoing& message, N
     if (is_last && !message.lossless()) peer.queue_control(message.end());
 }
 
-// A coded message lost a datagram. What its block lacks is sent again, if anything.
+// A coded message lost a datagram: retransmits what its block needs beyond its parity, if anything.
 void Core::repair_coded(Peer& peer, Outgoing& message, const Flight& flight, Nanos now) {
     const bool parity = (flight.flags & flag_parity) != 0;
     if (!parity && message.acked_chunks.test(flight.chunk)) return;
@@ -129,15 +130,14 @@ void Core::repair_coded(Peer& peer, Outgoing& message, const Flight& flight, Nan
     repair_before_parity(peer, message, now);
 }
 
-// The line is free, but the parity of what was sent waits for chunks that others have not contributed to yet: repairs what
-// is known to be lost meanwhile.
+// Nothing else is to be sent, and parity waits for chunks that are not final yet: retransmits known losses meanwhile.
 void Core::repair_before_parity(Peer& peer, Outgoing& message, Nanos now) {
     if (!message.wanted || !message.encoding || message.first_pass_over() || message.waiting() > 0) return;
     if (!peer.queue.only_repairs()) return;
     for (const std::uint32_t chunk : message.encoding->take_lost_before_parity()) retransmit(peer, message, chunk, now);
 }
 
-// Goes on without parity: what was relied upon is sent after all.
+// Goes on without parity: retransmits the chunks that parity was expected to recover.
 void Core::stop_coding(Peer& peer, Outgoing& message, Nanos now) {
     for (const std::uint32_t chunk : message.encoding->stop()) {
         if (message.wanted && !message.acked_chunks.test(chunk)) retransmit(peer, message, chunk, now);
@@ -183,7 +183,7 @@ bool Core::take_parity(Exchange& exchange, Peer& peer, Incoming& message, const 
     return true;
 }
 
-// A chunk or parity of a coded message came: gives back what is missing of its block, if that can be done now.
+// A chunk or parity of a coded message arrived: decodes what is missing of its block, if that is possible now.
 void Core::restore(Incoming& message, const Header& header) {
     const auto restored = [&](std::uint32_t chunk, std::span<const std::byte> payload) {
         if (!message.accept(chunk, payload)) return;
@@ -196,7 +196,7 @@ void Core::restore(Incoming& message, const Header& header) {
     }
     message.decoding->restore_block_of(header.chunk, message.arrived, restored);
     if (message.allowed < message.layout.chunks) return;
-    // Nothing is sent again: what is two stretches back will not come.
+    // Nothing is retransmitted, so nothing more arrives of the stretch before the last.
     const std::uint32_t stretch = message.decoding->shape().stretch_of(message.layout.ordinal(header.chunk));
     if (stretch >= 2) message.decoding->forget_before(stretch - 1);
 }

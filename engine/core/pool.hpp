@@ -1,4 +1,5 @@
-// Holds chunks of exchanges that were not posted here yet. Each peer has an equal share of the room and no more.
+// The pool of unexpected messages (MPI): chunks that arrived before their exchange was posted here. Each peer has an
+// equal share of the memory and no more.
 #pragma once
 
 #include <cstddef>
@@ -24,14 +25,14 @@ public:
 
     Pool(std::size_t total_bytes, std::size_t peers) : total_bytes_(total_bytes) { set_peers(peers); }
 
-    // Divides the room anew. A source that holds more than its new share gets no more until it holds less.
+    // Divides the memory again. A source that holds more than its new share gets no more until it holds less.
     void set_peers(std::size_t peers) { share_bytes_ = peers == 0 ? 0 : total_bytes_ / peers; }
 
     // Keeps a copy; false when the source's share is used up.
     [[nodiscard]] bool keep(const Header& header, std::span<const std::byte> payload);
-    // Keeps a copy, whatever the source holds: for sources that look before whether it is `exceeds_share`.
+    // Keeps a copy, however much the source holds. The caller must check `exceeds_share` first.
     void force_keep(const Header& header, std::span<const std::byte> payload);
-    // Whether a source holds so many times its share.
+    // Whether a source holds more than this many shares.
     [[nodiscard]] bool exceeds_share(std::uint16_t source, std::size_t shares) const;
     // Removes and returns everything that waited for an exchange, in order of arrival.
     [[nodiscard]] std::vector<Entry> take(std::uint32_t channel, std::uint32_t seq);
@@ -41,7 +42,7 @@ public:
         std::vector<std::byte> payload;
     };
     [[nodiscard]] std::vector<First> peek(std::uint32_t channel, std::uint32_t seq) const;
-    // Drops everything that came from a source.
+    // Drops everything from a source.
     void forget(std::uint16_t source);
     [[nodiscard]] std::size_t bytes() const { return bytes_; }
 

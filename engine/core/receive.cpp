@@ -1,4 +1,4 @@
-// What a datagram that came in changes.
+// Received datagrams: authentication, delivery of chunks, acknowledgement (reports), loss and retransmission, goodbyes.
 #include <algorithm>
 
 #include "core/core.hpp"
@@ -12,7 +12,7 @@ constexpr std::uint32_t most_answers = 4;
 
 std::uint8_t stage_of(const Header& header) { return static_cast<std::uint8_t>(header.flags & flag_second_stage); }
 
-// Tells a receiver that nothing more will come of a message.
+// Notifies a receiver that nothing more of a message will be sent.
 Control nothing_more(const Header& header, bool second_stage) {
     return {.kind = Kind::end,
             .flags = static_cast<std::uint8_t>(flag_repair | stage_flag(second_stage)),
@@ -60,7 +60,7 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
     Peer& peer = peers_[rank];
     Link& link = peer.links[path];
     link.bytes_received += datagram.size();
-    // Data that was lost before an outage does not make the path a blocked one after it.
+    // Data lost before an outage must not make the path count as blocked after it.
     if (now - peer.last_received() > config_.silence / 2) peer.forget_losses();
     peer.on_received(now, link);
     if (views_) views_->on_received(peer.rank, now);
@@ -90,18 +90,18 @@ void Core::receive(std::span<std::byte> datagram, Nanos now, Nanos arrived_at) {
             break;
         case Kind::note: take_view_message(peer, *payload, now); break;
     }
-    // A datagram that was not taken is not reported, so its sender counts it as lost and sends it again.
+    // A datagram that was not taken is not acknowledged, so its sender counts it as lost and sends it again.
     const bool elicits = header->kind != Kind::report && header->kind != Kind::note;
     if (taken) link.in.arrive(number, datagram.size(), elicits, now, arrived_at);
 }
 
-// A piece is reported when its chunk is complete, with all others of that chunk.
+// Reassembles a fragmented chunk. Its pieces are acknowledged together, once the chunk is complete.
 void Core::take_piece(Peer& peer, Link& link, Header header, std::uint64_t number, std::span<const std::byte> payload,
                       Nanos now, Nanos arrived_at) {
     switch (link.pieces.take(header, number, payload)) {
         case Pieces::Taken::malformed:
             ++counters_.malformed;
-            link.in.arrive(number, payload.size(), true, now);  // or it would come again
+            link.in.arrive(number, payload.size(), true, now);  // acknowledged, or it would be sent again
             return;
         case Pieces::Taken::kept: return;
         case Pieces::Taken::complete: break;
@@ -129,7 +129,7 @@ bool Core::take_data(Peer& peer, const Header& header, std::span<const std::byte
 }
 
 bool Core::pool_chunk(Peer& peer, const Header& header, std::span<const std::byte> payload) {
-    // A chunk longer than ours can never fit any message of this job.
+    // A chunk longer than `chunk_bytes_` cannot belong to any message of this job.
     if (payload.size() > chunk_bytes_) {
         ++counters_.unexpected;
         return true;
@@ -171,7 +171,7 @@ bool Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
     const bool was_closed = message->closed;
     if (!message->accept(header.chunk, payload)) {
         ++(was_closed || !message->arrived.test(header.chunk) ? counters_.late : counters_.duplicates);
-        // The sender may have been silent when its message was closed, and so never have heard that it was.
+        // The sender may have been silent when its message was closed, and so not have been notified.
         if (was_closed && message->missing() > 0) {
             peer.queue_control(
                 {.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
@@ -183,7 +183,7 @@ bool Core::deliver(Exchange& exchange, Peer& peer, const Header& header, std::sp
     return true;
 }
 
-// A chunk of a message came that was open before: it may be complete, or over.
+// A chunk of an open message arrived: the message may be complete, or its end may be due.
 void Core::on_progress(Exchange& exchange, Peer& peer, Incoming& message, const Header& header, Nanos now,
                        Carrier carrier) {
     message.ready_at = now + message.ready_every;
@@ -191,9 +191,9 @@ void Core::on_progress(Exchange& exchange, Peer& peer, Incoming& message, const 
         credit_.close(peer.rank);
         const bool coded = message.decoding != nullptr;
         message.decoding.reset();
-        // The sender waits to hear that its message is complete.
+        // Acknowledges at once: the sender waits for that.
         if (carrier == Carrier::datagram) peer.links.report_unreported();
-        // What was decoded is in no report; and if reports were lost, the sender may think that something was.
+        // No report covers decoded chunks; and if reports were lost, the sender may presume that chunks were.
         if (coded)
             peer.queue_control(
                 {.kind = Kind::done, .flags = stage_of(header), .channel = header.channel, .seq = header.seq});
@@ -209,21 +209,21 @@ bool Core::take_end(Peer& peer, const Header& header, Nanos now) {
     if (!header.has(flag_repair)) {
         on_end(*exchange, peer, second_stage, now);
     } else if (Incoming* message = exchange->incoming(peer.rank, second_stage)) {
-        // Nothing more will come of this message, whatever its budget says. Where a peer was dropped, others cannot pass on
-        // what it had.
+        // Nothing more of this message will be sent, whatever its budget is. An exact message ends so only where a peer
+        // was dropped: others cannot forward what that peer had.
         if (exchange->lossy(second_stage) || exchange->dropped) close(*exchange, *message, false);
     }
     settle(*exchange, now);
     return true;
 }
 
-// The sender's first pass is over: a lossy message that has enough is closed soon.
+// The sender's first pass is over: a lossy message that is within its budget is closed soon.
 void Core::on_end(Exchange& exchange, Peer& peer, bool second_stage, Nanos now) {
     Incoming* message = exchange.incoming(peer.rank, second_stage);
     if (message == nullptr || message->closed || message->allowed == 0) return;
     message->ended = true;
     if (message->missing() > message->allowed || message->close_at != never) return;
-    // Chunks that the end overtook get a moment more, and those on a slower path the time that it takes longer.
+    // Reordering: chunks that the end overtook get a grace period, plus the difference in delay between the paths.
     message->close_at =
         now + peer.links.spread() + std::clamp<Nanos>(peer.links.round_trip() / 4, 20 * microsecond, 5 * millisecond);
     exchanges_.set_earlier(exchange, exchange.timer_of(*message), message->close_at);
@@ -255,30 +255,31 @@ void Core::take_control(Peer& peer, const Header& header, Nanos now) {
     }
     if (header.kind != Kind::ready) return;
     if (!sequences_.posted(header.channel, header.seq)) {
-        // The receiver is ahead of us. If there is no room to remember that, it will ask again.
+        // The receiver is ahead of us. If the pool is full, it will send `ready` again.
         (void)pool_.keep(header, {});
     } else if (failure_causes_.of(exchange_key(header.channel, header.seq))) {
         answer_for_ended(peer, header);
     } else {
-        // The exchange ended well here, so the budget allows for whatever is missing there.
+        // The exchange succeeded here, so the budget allows for whatever is missing there.
         for (const bool second_stage : {false, true}) peer.queue_control(nothing_more(header, second_stage));
     }
 }
 
 void Core::on_control(Exchange& exchange, Peer& peer, const Header& header, Nanos now) {
     const bool second_stage = header.has(flag_second_stage);
-    if (header.kind != Kind::wait) mark_posted(exchange, peer);  // it has no room for what it has not posted
+    if (header.kind != Kind::wait)
+        mark_posted(exchange, peer);  // `wait` means that its pool is full and it has not posted
     for (Outgoing& message : exchange.sends) {
         if (message.peer != peer.rank) continue;
         if (header.kind == Kind::ready) {
             message.ready = true;
-            // Chunks that found no room there counted as lost here, but they had arrived.
+            // Chunks that its pool refused counted as lost here, but they had arrived.
             if (message.parked) peer.on_data_arrived();
             message.parked = false;
             peers_.queue(message);
-            // It waits for what it should have decoded.
+            // It still waits for chunks that we presumed decoded.
             if (message.encoding && message.encoding->relied_upon()) stop_coding(peer, message, now);
-            // It asks for chunks that we have given up: say so, or it would wait for ever.
+            // It waits for chunks that we will not retransmit: notify it, or it would wait for ever.
             if (!message.wanted && message.acked < message.layout.chunks) {
                 peer.queue_control(nothing_more(header, message.second_stage));
             }
@@ -297,7 +298,7 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
         return;
     }
     drain(peer, now);
-    // Its last reports, one for each path, say what it received before it left; everything else in flight to it is lost.
+    // Its last reports, one per path, acknowledge what it received before it left. All else in flight to it is lost.
     for (Link& link : peer.links) {
         if (link.index > 0 && body.empty()) break;
         const bool last = link.index + 1U == peer.links.size();
@@ -310,7 +311,7 @@ void Core::take_bye(Peer& peer, const Header& header, std::span<const std::byte>
     on_peer_left(peer, Status::peer_left, *failure_cause, now);
 }
 
-// The peer is no longer there for us. Only a new process of its rank can change that.
+// The peer has left, or we have dropped it. Only a new process of its rank can rejoin.
 void Core::on_peer_left(Peer& peer, Status status, FailureCause failure_cause, Nanos now) {
     peer.leave(failure_cause);
     for (Link& link : peer.links) link.out.mark_all_lost([](const Flight&) {});
@@ -341,7 +342,8 @@ void Core::take_failed(Peer& peer, const Header& header, Nanos now) {
     }
 }
 
-// A patient exchange goes on without what a peer gave up because of others, or because its caller has another view.
+// A peer reports that the exchange failed there. An exchange that waits across views goes on without that peer if the
+// failure cause is a lost rank (silent, left, broken memory) or the peer's own caller, as when the view changes.
 void Core::on_peer_failed(Exchange& exchange, Peer& peer, FailureCause failure_cause) {
     const bool passes = failure_cause.cause == Status::closed || failure_cause.cause == Status::peer_silent ||
                         failure_cause.cause == Status::peer_left || failure_cause.cause == Status::memory_broken;
@@ -349,7 +351,7 @@ void Core::on_peer_failed(Exchange& exchange, Peer& peer, FailureCause failure_c
     if (!exchange.waits_across_views() || !passes) abort_with_peer(exchange, peer, Status::peer_failed, failure_cause);
 }
 
-// Answers a peer that still sends for, or asks about, an exchange that has ended here.
+// Answers a peer that still sends for an exchange that has ended here, or sends `ready` for it.
 void Core::answer_for_ended(Peer& peer, const Header& header) {
     if (const FailureCause failure_cause = failure_causes_.of(exchange_key(header.channel, header.seq))) {
         peer.queue_control(
@@ -383,19 +385,20 @@ void Core::on_acked(Peer& peer, Link& link, const Flight& flight, Nanos now) {
 }
 
 void Core::on_lost(Peer& peer, Link& link, const Flight& flight, Nanos now) {
-    // The report in a goodbye may have been too large for the path.
+    // The reports in a goodbye may have been too large for the path.
     if (flight.kind == Kind::bye) link.fit_reports(link.path.least());
-    if (flight.more) return;  // the last piece stands for its chunk, which is lost once
+    if (flight.more) return;  // the last piece stands for its chunk, so that the chunk is counted as lost once
     if (flight.kind == Kind::data || flight.kind == Kind::ping)
         link.path.on_lost(flight.bytes, flight.stamp.sent_at, now);
     if (flight.kind == Kind::data) peer.on_data_lost(now);
     repair(peer, flight, now);
 }
 
-// A chunk is lost: leaves it out if the budget allows, or else sends it again.
-// `is_retransmission`: so was a repair of it.
+// A chunk is lost: skips it if the budget allows, otherwise queues a retransmission.
+// `is_retransmission`: the lost datagram was itself a retransmission.
 void Core::retransmit(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos now, bool is_retransmission) {
-    if (!message.repairs.empty() && message.repairs.back() == chunk) return;  // of several copies, the first one counts
+    if (!message.repairs.empty() && message.repairs.back() == chunk)
+        return;  // only the first loss of several copies counts
     if (message.unrepaired + message.reserved < message.allowed) {
         ++message.unrepaired;
         message.release_if_done();
@@ -408,18 +411,18 @@ void Core::retransmit(Peer& peer, Outgoing& message, std::uint32_t chunk, Nanos 
         const double trip_s = seconds(peer.links.round_trip());
         const auto copies = [&](double chunks) { return tail_loss_copies(chunks, peer.links.loss(), chunk_s, trip_s); };
         if (peer.queue.only_repairs()) {
-            // At the end of a message every further loss costs a round trip, and the line is free: send it more than once.
+            // Tail loss: every further loss costs a round trip, and nothing else is to be sent, so sends extra copies.
             const auto chunks = static_cast<double>(message.repairs.size());
             message.extra_copies.insert(message.extra_copies.end(), copies(chunks) - 1, chunk);
         } else if (is_retransmission && copies(1.0) > 1) {
-            // Its repair was lost, too. What is sent behind the message no longer hides that for long.
+            // Its retransmission was lost too, and what follows the message hides no third loss: sends it twice.
             message.repairs.push_back(chunk);
         }
     }
     peers_.queue(message);
 }
 
-// Sends again what a lost datagram carried, as far as it is still wanted.
+// Retransmits what a lost datagram carried, as far as it is still wanted.
 void Core::repair(Peer& peer, const Flight& flight, Nanos now) {
     if (flight.more) return;
     if (flight.kind == Kind::data) {

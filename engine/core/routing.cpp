@@ -1,4 +1,4 @@
-// What a core has to do with addresses: it makes pings for those that are in question, and begins anew at another one.
+// Connection migration: path challenges that validate addresses, and the switch of a link to a new address.
 #include <array>
 
 #include "core/core.hpp"
@@ -22,7 +22,7 @@ void Core::report(Batch& batch, std::uint16_t rank, Nanos now, std::size_t path)
     Link& link = peers_[rank].links[path];
     std::array<std::byte, Report::fixed_bytes + 8 * Report::max_words> body;
     const std::size_t bytes = write_report(link.in.make_report(credit_.bytes(rank), overflow_, now), body);
-    link.in.report_now();  // the present address gets one as well
+    link.in.report_now();  // the current address gets a report as well
     batch.begin(rank, Batch::max_bytes, link.index);
     add_datagram(batch, link,
                  {.bytes = static_cast<std::uint32_t>(header_bytes + bytes), .kind = Kind::report, .settled = true},
@@ -49,7 +49,7 @@ void Core::reroute(std::uint16_t rank, Nanos now, std::size_t path) {
     Peer& peer = peers_[rank];
     Link& link = peer.links[path];
     ++counters_.reroutes;
-    // Datagrams in flight went to the old address, which no longer answers: they count as lost, and the new path is unknown.
+    // Datagrams in flight went to the old address, which no longer answers: they count as lost.
     link.out.mark_all_lost([&](const Flight& flight) { on_lost(peer, link, flight, now); });
     link.rate = make_rate(now);
     link.path = make_path();

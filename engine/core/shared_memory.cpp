@@ -1,4 +1,4 @@
-// What passes between endpoints of one machine, through shared memory.
+// The shared-memory transport between endpoints on one machine: records in rings, broadcast buffers and doorbells.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -10,17 +10,17 @@
 namespace storm {
 namespace {
 
-// Records of one peer that are taken, or put, before it is another peer's turn.
+// Round robin: how many records of one peer are read, or written, before the next peer's.
 constexpr std::size_t records_per_turn = 4;
-// What a record holds at most, unless one chunk is larger: a part of the ring, so that both sides work at once.
+// The largest record, unless one chunk is larger: a fraction of the ring, so that both sides can work at the same time.
 constexpr std::size_t most_run_bytes = 64 << 10;
 std::size_t run_bytes(const RingWriter& ring) { return std::min(most_run_bytes, ring.capacity() / 4); }
-// A smaller run is copied into each ring: to look for it elsewhere costs as much.
+// The smallest run that goes into the broadcast buffer. Smaller ones are copied into each ring, which costs no more.
 constexpr std::size_t least_shelved_bytes = 8 << 10;
-// How many times a peer's share of the pool its chunks may take: whoever shares memory with us is no stranger.
+// How many shares of the pool a peer may use through shared memory: a peer on the same machine is trusted more.
 constexpr std::size_t pool_shares = 16;
-// How long a term of a sum may lie in the ring until its turn comes. To keep it elsewhere costs a copy; to leave it there
-// for ever could block what comes behind it, on which its turn may depend.
+// How long a contribution to a sum in rank order may wait in the ring for those before it. Taking it early costs a
+// copy. Leaving it there for ever could cause a deadlock: those before it may depend on what is behind it in the ring.
 constexpr Nanos longest_deferral = millisecond / 2;
 
 }  // namespace
@@ -44,12 +44,12 @@ void Core::connect(std::uint16_t rank, std::uint32_t incarnation, std::unique_pt
         peers_.look(rank).vacant)
         throw std::invalid_argument("rank " + std::to_string(rank) + " is not the process to share memory with");
     Peer& peer = peers_[rank];
-    drain(peer, now);  // of an earlier passage, if there was one
+    drain(peer, now);  // the earlier channel, if there was one
     if (peer.shared_memory && peer.shared_memory->broken()) {
         drop_broken_peer(peer, now);
         throw std::invalid_argument("rank " + std::to_string(rank) + " has written nonsense into shared memory");
     }
-    // Whoever reads a new ring has drained the old one before, as we have.
+    // A peer that reads a new ring has drained the old one before, as we have.
     if (broadcast_buffer_ && peer.shared_memory) broadcast_buffer_->renew(rank);
     shared_memory->in.set_shut(shared_memory_paused_);
     peer.shared_memory = std::move(shared_memory);
@@ -79,7 +79,7 @@ bool Core::uses_shared_memory(std::uint16_t rank) const {
 bool Core::pass(Nanos now) {
     bool any = false, broken = false;
     defer_until_ = never;
-    // In rising order, which is that of most sums.
+    // In rising order of ranks, the order of most sums.
     for (const std::uint16_t rank : same_host_peers_) {
         const bool taken = take_records(rank, records_per_turn, now), put = put_records(rank, now);
         any = any || taken || put;
@@ -94,8 +94,8 @@ bool Core::pass(Nanos now) {
     return true;  // there may be another
 }
 
-// A peer that writes nonsense into shared memory is lost to us and we to it, as if each had left; all others go on. What
-// it passed before is gone, so exchanges under way with it cannot end well.
+// Drops a peer that has written nonsense into shared memory, as if both sides had left; all others go on. Its unread
+// records are lost, so exchanges under way with it cannot succeed.
 void Core::drop_broken_peer(Peer& peer, Nanos now) {
     ++counters_.malformed;
     const FailureCause failure_cause{peer.rank, Status::memory_broken};
@@ -140,7 +140,7 @@ bool Core::take_records(std::uint16_t rank, std::size_t most, Nanos now) {
     return true;
 }
 
-// Whether a contribution to an exact sum need not wait for those before it.
+// Whether a contribution need not wait for those before it: only sums in rank order require that.
 bool Core::is_in_order(Exchange& exchange, const Header& header) {
     const Incoming* message = exchange.incoming(header.source, header.has(flag_second_stage));
     return message == nullptr || message->reduction == nullptr || message->closed ||
@@ -152,7 +152,7 @@ bool Core::awaits(std::uint16_t rank) const {
     return std::any_of(active.begin(), active.end(), [&](const auto& each) { return each.second->waits_for(rank); });
 }
 
-// Takes all that a peer has passed, before something is heeded that came by datagram and may have overtaken it.
+// Takes all records of a peer, before a datagram of it is processed that may have overtaken them.
 void Core::drain(Peer& peer, Nanos now) {
     if (!peer.shared_memory || draining_) return;
     draining_ = true;
@@ -161,7 +161,7 @@ void Core::drain(Peer& peer, Nanos now) {
     draining_ = false;
 }
 
-// A record that is not taken stays where it is.
+// Takes one record. A record that is not taken stays in the ring.
 Core::Taken Core::take_record(Peer& peer, const Record& record, std::span<const std::byte> payload, Nanos now) {
     Header header = record.header(peer.rank);
     Exchange* exchange = exchanges_.find(header.channel, header.seq);
@@ -170,7 +170,8 @@ Core::Taken Core::take_record(Peer& peer, const Record& record, std::span<const 
         answer_for_ended(peer, header);
         return Taken::yes;
     }
-    // Something that we wait for may lie behind it: then it is kept in any case. No more of it than the eager bytes comes.
+    // If we wait for this peer, what we need may be behind this record, so the pool keeps the record in any case. The
+    // peer sends no more than the eager bytes of a message that is not posted here.
     if (exchange == nullptr && !draining_ && pool_.exceeds_share(peer.rank, pool_shares) && !awaits(peer.rank))
         return Taken::no_space;
     if (exchange != nullptr && record.kind == Kind::end) {
@@ -181,7 +182,7 @@ Core::Taken Core::take_record(Peer& peer, const Record& record, std::span<const 
     if (exchange == nullptr || is_in_order(*exchange, header)) {
         defer_until = never;
     } else if (!draining_) {
-        // Once one was taken early, so are those that follow, until one comes in its turn.
+        // Once one was taken early, so are those that follow, until one is in order again.
         if (defer_until == never) defer_until = now + longest_deferral;
         if (now < defer_until) return Taken::out_of_order;
     }
@@ -211,7 +212,7 @@ bool Core::put_records(std::uint16_t rank, Nanos now) {
     Peer& peer = peers_.attempt(rank);
     RingWriter& out = peer.shared_memory->out;
     if (!uses_shared_memory(rank)) return false;
-    // A run, and perhaps the end of its message.
+    // A run of chunks, and possibly the end of its message.
     const std::size_t needed = Record::size(std::max(run_bytes(out), chunk_bytes_)) + Record::size(0);
     bool any = false;
     for (std::size_t i = 0; i < records_per_turn; ++i) {
@@ -229,7 +230,7 @@ bool Core::put_records(std::uint16_t rank, Nanos now) {
     return any;
 }
 
-// Puts a run of chunks that goes to several peers where all of them read it; null if it must be copied into the ring.
+// Puts a run of chunks that goes to several peers into the broadcast buffer; null if it must be copied into the ring.
 BroadcastBuffer::Item* Core::put_in_broadcast_buffer(const Outgoing& message, const Record& record, std::uint32_t end) {
     if (!broadcast_buffer_ || !message.checksums || record.bytes < least_shelved_bytes || same_host_peers_.size() < 2)
         return nullptr;
@@ -237,9 +238,9 @@ BroadcastBuffer::Item* Core::put_in_broadcast_buffer(const Outgoing& message, co
                                   [&](std::uint16_t rank) { return peers_.attempt(rank).shared_memory->out.read(); });
 }
 
-// Writes the next run of chunks of a message into a ring that has room for it; returns the bytes that it takes there.
+// Writes the next run of chunks of a message into a ring that has space for it; returns the bytes that it takes there.
 std::size_t Core::put_run(Outgoing& message, const RingWriter& ring, std::byte* space) {
-    message.extra_copies.clear();  // nothing is lost on this way
+    message.extra_copies.clear();  // shared memory loses nothing
     while (!message.repairs.empty() && message.acked_chunks.test(message.repairs.front())) message.repairs.pop_front();
     const bool repair = !message.repairs.empty();
     while (!repair && message.sendable() && message.next_is_missing()) message.skip_missing();
@@ -291,7 +292,7 @@ std::size_t Core::put_run(Outgoing& message, const RingWriter& ring, std::byte* 
         used = record.size();
         if (item != nullptr) item->add_reader(message.peer, ring.written() + used);
     }
-    // The receiver need not wait for chunks that we do not have; those still under way by datagram may yet arrive.
+    // The receiver need not wait for chunks that we do not have. Those in flight by datagram may still arrive.
     const bool settled = message.acked + message.unrepaired >= message.layout.chunks;
     if (message.first_pass_over() && message.repairs.empty() && message.acked < message.layout.chunks &&
         (settled || !message.lossless())) {

@@ -1,4 +1,5 @@
-// What an endpoint sends, to whom and when.
+// Transmission: what an endpoint sends, to which peer, over which path and when. Controls and reports come first, then
+// data as credit (flow control), congestion control and pacing allow.
 #include <algorithm>
 #include <array>
 
@@ -9,7 +10,7 @@
 namespace storm {
 
 bool Core::transmit(Batch& batch, Nanos now) {
-    // From `first` on, the ranks below `end` to which something of their queues may leave.
+    // Fills the batch with data for the first rank in [first, end) that may send some.
     const auto fill_any = [&](std::size_t first, std::size_t end) {
         for (std::size_t at = peers_.may_send_data().next(first); at < end && !shut();
              at = peers_.may_send_data().next(at + 1)) {
@@ -17,7 +18,7 @@ bool Core::transmit(Batch& batch, Nanos now) {
             if (peers_.idle(rank) || uses_shared_memory(rank)) continue;
             deferred_until_ = never;
             const bool filled = fill_data(batch, peers_.attempt(rank), now);
-            // Where there are several paths, time alone may change which of them is tried.
+            // With several paths, time alone may change which of them is tried, so such a peer is not deferred.
             if (!filled && !shut() && !peers_.look(rank).links.several()) peers_.defer_sending(rank, deferred_until_);
             if (filled || retry_transmit_) peers_.mark(rank);
             if (!filled) {
@@ -29,7 +30,7 @@ bool Core::transmit(Batch& batch, Nanos now) {
         }
         return false;
     };
-    const auto speak_any = [&](std::size_t first, std::size_t end) {
+    const auto fill_any_control = [&](std::size_t first, std::size_t end) {
         for (std::size_t at = peers_.awake().next(first); at < end; at = peers_.awake().next(at + 1)) {
             const auto rank = static_cast<std::uint16_t>(at);
             if (!peers_.may_send_control(rank, now)) continue;
@@ -40,7 +41,7 @@ bool Core::transmit(Batch& batch, Nanos now) {
     do {
         retry_transmit_ = false;
         peers_.wake(now);
-        if (speak_any(config_.rank, config_.world) || speak_any(0, config_.rank)) return true;
+        if (fill_any_control(config_.rank, config_.world) || fill_any_control(0, config_.rank)) return true;
         paced_until_ = peers_.deferred_until();
         rate_limited_paths_ = 0;
         if (fill_any(next_rank_, config_.world) || fill_any(0, next_rank_)) return true;
@@ -90,19 +91,19 @@ bool Core::fill_report(Batch& batch, Peer& peer, Link& link, Nanos now) {
     std::array<std::byte, Report::fixed_bytes + 8 * Report::max_words> body;
     const std::size_t bytes = write_report(link.in.make_report(credit, overflow_, now), body);
     ++counters_.reports;
-    // Reports are not reported.
+    // Reports are not acknowledged.
     send_control(batch, peer, link, {.kind = Kind::report}, {.kind = Kind::report, .settled = true},
                  std::span(body).first(bytes), urgent, now);
     return true;
 }
 
-// Controls and notes, which any path may carry.
+// Controls and view messages, which may go over any path.
 bool Core::fill_messages(Batch& batch, Peer& peer, Link& link, Nanos now) {
     Header header{};
     Flight flight{};
     std::array<std::byte, Report::fixed_bytes + 8 * Report::max_words> body;
     std::span<const std::byte> body_bytes;
-    std::vector<std::byte> note;
+    std::vector<std::byte> view_message;
     if (!peer.controls.empty()) {
         const Control what = peer.controls.pop();
         header.kind = what.kind;
@@ -110,17 +111,17 @@ bool Core::fill_messages(Batch& batch, Peer& peer, Link& link, Nanos now) {
         header.channel = flight.channel = what.channel;
         header.seq = flight.seq = what.seq;
         flight.failure_cause = what.failure_cause;
-        // Who gets no answer asks for several: they, too, may be lost in a burst.
+        // Each unanswered probe asks for more copies of the report, as these may be lost in a burst too.
         if (what.kind == Kind::ping) header.chunk = link.out.probes();
         if (what.kind == Kind::bye || what.kind == Kind::failed) write_failure_cause(what.failure_cause, header);
         if (what.kind == Kind::bye) body_bytes = std::span(body).first(write_last_reports(peer, body, now));
-        flight.settled = peer.silent();  // nobody waits for the answer of a silent peer
+        flight.settled = peer.silent();  // no answer is awaited from a silent peer
     } else if (!peer.view_messages.empty()) {
         header.kind = Kind::note;
-        note = std::move(peer.view_messages.front());
+        view_message = std::move(peer.view_messages.front());
         peer.view_messages.pop_front();
-        body_bytes = note;
-        flight.settled = true;  // nor are notes
+        body_bytes = view_message;
+        flight.settled = true;  // view messages are not acknowledged
     } else {
         return false;
     }
@@ -129,7 +130,7 @@ bool Core::fill_messages(Batch& batch, Peer& peer, Link& link, Nanos now) {
     return true;
 }
 
-// The reports of all paths, in a goodbye: together they fit the datagram that one would fill.
+// The reports of all paths, in a goodbye: together they are no larger than one full report.
 std::size_t Core::write_last_reports(Peer& peer, std::span<std::byte> body, Nanos now) {
     std::size_t most = Report::max_words;
     for (const Link& link : peer.links) most = std::min(most, link.in.most_words());
@@ -137,7 +138,7 @@ std::size_t Core::write_last_reports(Peer& peer, std::span<std::byte> body, Nano
     const std::size_t words = std::max<std::size_t>((most - std::min(most, fixed)) / count, 1);
     std::size_t bytes = 0;
     for (Link& link : peer.links) {
-        // On a path that carries very little, those of the first paths must do.
+        // If the path carries very little, only the reports of the first paths are sent.
         if (link.index > 0 && bytes + Report::fixed_bytes + 8 * words > Report::fixed_bytes + 8 * most) break;
         const Report report = link.in.make_report(credit_.bytes(peer.rank), overflow_, now, true, words);
         bytes += write_report(report, body.subspan(bytes));
@@ -153,14 +154,14 @@ void Core::send_control(Batch& batch, Peer& peer, Link& link, Header header, Fli
     batch.begin(peer.rank, Batch::max_bytes, link.index);
     const LinkState state{.loss = link.out.loss(), .lossy = link.out.lossy(), .probes = link.out.probes()};
     for (unsigned copy = copies_of(header.kind, urgent, state); copy > 0; --copy) {
-        // Only the last copy is watched: the link counts the control once.
+        // Only the last copy is tracked, so that the link counts the control once.
         Flight each = flight;
         each.settled = flight.settled || copy > 1;
         add_datagram(batch, link, each, header, body_bytes, now);
     }
 }
 
-// A ping of a size that the path may or may not carry: whether it arrives tells.
+// Path MTU discovery: a ping of a size that the path may or may not carry. Its acknowledgement shows that it does.
 bool Core::fill_probe(Batch& batch, Peer& peer, Nanos now) {
     if (!peer.explores_path()) return false;
     for (Link& link : peer.links) {
@@ -182,7 +183,7 @@ Link* Core::choose(Peer& peer, const Outgoing& message, std::size_t& chunks, Nan
     for (const std::uint8_t path : order) {
         Link& link = peer.links[path];
         if (socket_full_[path]) continue;
-        // Little is left: a path that takes longer, or does not answer, would only delay the end of it.
+        // Little is left: a path that takes longer, or does not answer, would only delay the end.
         if (path != order.paths[0] && peer.queue.size() == 1 &&
             peer.links.better_without(link, order, message.waiting() * message.layout.chunk_bytes, now))
             break;
@@ -192,7 +193,7 @@ Link* Core::choose(Peer& peer, const Outgoing& message, std::size_t& chunks, Nan
     return nullptr;
 }
 
-// Has the peer report at once what it lacks, on each path that loses much.
+// Requests a report at once on each path with much loss, to learn what the peer lacks.
 void Core::request_loss_reports(Peer& peer) {
     for (Link& link : peer.links) {
         if (link.down || !link.out.lossy()) continue;
@@ -204,7 +205,7 @@ void Core::request_loss_reports(Peer& peer) {
     }
 }
 
-// How many chunks of the message credit and rate let go now; they are then counted as sent.
+// How many chunks of the message credit and congestion control allow now. They then count as sent.
 std::size_t Core::admit(Link& link, const Outgoing& message, Nanos now) {
     const std::size_t chunk = std::min<std::size_t>(chunk_bytes_, message.layout.bytes);
     const PieceLayout layout = link.layout(chunk, seal_.overhead_bytes());
@@ -213,12 +214,12 @@ std::size_t Core::admit(Link& link, const Outgoing& message, Nanos now) {
     const std::size_t segment = chunk + layout.count * overhead;
     if (!link.out.window_open(segment)) return 0;
     Pacer* const shared = shared_pacers_.empty() ? nullptr : &shared_pacers_[link.index];
-    // A batch is a burst: paced by a fixed rate, it lasts a millisecond.
+    // A batch is a burst: at a fixed rate, at most a millisecond's worth.
     const std::size_t paced =
         shared != nullptr ? static_cast<std::size_t>(config_.bytes_per_s * 0.001) : link.rate.batch_bytes();
     const std::size_t limit =
         std::min({std::size_t{Batch::max_bytes}, paced, std::max<std::size_t>(link.out.window_bytes(), segment)});
-    // The pieces of a chunk are a batch by themselves, as the last of them may be shorter.
+    // The pieces of one chunk are a batch of their own, as the last of them may be shorter.
     const std::size_t most = layout.count > 1 ? 1 : Batch::max_segments;
     const std::size_t segments = std::clamp<std::size_t>(std::min(limit / segment, message.waiting()), 1, most);
     const std::size_t bytes = segments * segment;
@@ -276,12 +277,12 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
         if (repair) {
             again.pop_front();
             flags |= flag_repair;
-            if (!is_extra_copy) ++message->repaired;  // a measure of loss, of which copies say nothing
+            if (!is_extra_copy) ++message->repaired;  // a measure of loss, so extra copies do not count
             ++counters_.repaired;
         } else {
             ++message->cursor;
         }
-        // Nothing is left to send: an exact message asks what is missing, a lossy one says that this is its end.
+        // Nothing is left to send: an exact message requests a report, a lossy one announces its end.
         const bool is_last =
             message->first_pass_over() && message->parity_due() == 0 && (message->lossless() ? again.empty() : !repair);
         if (is_last) flags |= flag_last;
@@ -297,7 +298,8 @@ bool Core::fill_data(Batch& batch, Peer& peer, Nanos now) {
     }
     if (!message->sendable() && peer.queue.size() == 1) {
         for (Link& each : peer.links) each.out.on_app_limited();
-        // Nothing follows that would show which of the last datagrams are lost: ask now, without waiting for the probe.
+        // Tail loss: nothing follows that would show which of the last datagrams are lost. Requests reports now instead
+        // of waiting for the probe.
         if (message->lossless() && message->first_pass_over()) request_loss_reports(peer);
     }
     repair_before_parity(peer, *message, now);
@@ -355,7 +357,7 @@ void Core::add_datagram(Batch& batch, Link& link, const Flight& flight, const He
     ++counters_.datagrams_sent;
 }
 
-// All links of a path share the endpoint's line there, so each gets as much of it as it still has to carry.
+// All links of a path share the endpoint's bottleneck: each gets a share in proportion to what it still has to carry.
 void Core::share_bottleneck(Nanos now) {
     bottleneck_.begin(now);
     for (const auto& [key, exchange] : exchanges_.active()) {

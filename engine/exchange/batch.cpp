@@ -33,11 +33,11 @@ std::size_t Batch::add(Seal& seal, std::uint64_t number, Header header, std::spa
     const std::span<std::byte, header_bytes> wire_header(headers_[segments_]);
     write_header(header, wire_header);
     add_part(wire_header.data(), header_bytes);
-    // Pieces and parity are computed: they do not lie in the caller's buffer.
+    // Pieces and parity are computed, so they are not in the caller's buffer.
     const bool computed = header.kind == Kind::data && (header.has(flag_piece) || header.has(flag_parity));
     if (seal.encrypts() || header.kind != Kind::data || computed) {
         const std::size_t at = copied_.size(), added = payload.size() + seal.overhead_bytes();
-        if (at + added > copied_.capacity()) throw std::logic_error("a batch has no room for another copy");
+        if (at + added > copied_.capacity()) throw std::logic_error("a batch has no space for another copy");
         copied_.resize(at + added);
         const std::span<std::byte> out(copied_.data() + at, added);
         if (seal.encrypts()) {

@@ -1,5 +1,5 @@
-// The exchanges of an endpoint: those under way, those that have ended but whose buffers a batch still points into, and
-// the outcomes that nobody has taken yet.
+// All exchanges of an endpoint: those under way, those that have ended but whose buffers a batch still points into, and
+// the outcomes that the caller has not taken yet.
 #pragma once
 
 #include <algorithm>
@@ -22,13 +22,13 @@ public:
         Outcome outcome;
     };
 
-    // Adds an exchange under its channel and sequence number, and gives it its id. Ids rise.
+    // Adds an exchange under its channel and sequence number, and assigns its id. Ids rise.
     Exchange& add(std::unique_ptr<Exchange> exchange);
     // Null if no such exchange is under way.
     [[nodiscard]] Exchange* find(std::uint32_t channel, std::uint32_t seq) const;
     [[nodiscard]] Exchange* find(std::uint64_t id) const;
-    // An exchange that was concluded is no longer under way. Its outcome comes out, and the exchange is gone, now or, if
-    // batches still point into its buffers, when `unpinned` says that the last of them has left.
+    // Ends an exchange that was concluded: queues its outcome and destroys it. If batches still point into its buffers,
+    // that happens at `unpinned`, when the last of them has been sent.
     void end(Exchange& exchange);
     void unpinned(Exchange& exchange);
     [[nodiscard]] std::optional<Finished> take_finished();
@@ -39,13 +39,14 @@ public:
     template <class Visit>
     void each(Visit&& visit);
 
-    // One entry per exchange under way: the earliest of its own timers. Early entries are corrected, as `Timers` does.
-    // A timer of an exchange becomes earlier.
+    // Timers of all exchanges: one entry per exchange under way, the earliest of its own timers. Entries may be early
+    // and are then corrected: see `Timers`.
+    // A timer of an exchange became earlier.
     void set_earlier(Exchange& exchange, Timers::Owner timer, Nanos at);
     // `true_time(exchange, timer)`: when that timer of the exchange is due.
     template <class TrueTime>
     [[nodiscard]] Nanos next_timer(TrueTime&& true_time);
-    // Ids of the exchanges with a timer that is due, in rising order. Call `timers_changed` for each that is still there.
+    // Ids of the exchanges with a timer that is due, in rising order. Call `timers_changed` for each still under way.
     template <class TrueTime>
     [[nodiscard]] std::vector<std::uint64_t> take_due(Nanos now, TrueTime&& true_time);
     void timers_changed(const Exchange& exchange) { timers_.set(exchange.slot, exchange.timers.earliest()); }
@@ -61,7 +62,7 @@ private:
 
     ByKey active_;
     std::unordered_map<std::uint64_t, Exchange*> by_id_;
-    std::vector<std::unique_ptr<Exchange>> ended_pinned_;  // ended, but pinned
+    std::vector<std::unique_ptr<Exchange>> ended_pinned_;  // ended, but batches still point into their buffers
     std::deque<Finished> finished_;
     std::vector<Exchange*> by_slot_;  // null where free
     std::vector<std::uint32_t> free_slots_;

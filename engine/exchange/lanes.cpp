@@ -66,14 +66,14 @@ ExchangeSpec Lanes::part_of(const ExchangeSpec& spec, std::size_t lane) const {
     const Run run = run_of(spec.reduction->bytes, lane);
     if (run.empty) return part;
     ReductionSpec reduction = *spec.reduction;
-    // Runs begin at chunks, and a chunk has a whole number of elements, also of those with grids.
+    // Runs begin at chunk boundaries, and a chunk holds a whole number of elements, also of types with grids.
     const std::size_t element = run.first / chunk_bytes * elements_in(reduction.wire, chunk_bytes);
     const bool as_sent = reduction.out_dtype == reduction.wire;
     if (reduction.own != nullptr) reduction.own += run.first;
     reduction.out += as_sent ? run.first : element * element_bytes(reduction.out_dtype);
     reduction.bytes = run.bytes;
     reduction.seed += element;
-    if (reduction.elements != 0) reduction.elements -= element;  // a lane takes no more of them than its chunks hold
+    if (reduction.elements != 0) reduction.elements -= element;  // may exceed the lane's part, which its chunks bound
     part.reduction = reduction;
     return part;
 }

@@ -9,9 +9,9 @@
 namespace storm {
 namespace {
 
-// In a message that is never repaired, a chunk this far behind the newest one counts as lost.
+// In a message that is never retransmitted, a chunk this far behind the newest one counts as lost.
 constexpr std::uint32_t reorder_margin = 32;
-// Larger messages do not stay in a core's own cache until they are used.
+// Messages above this size do not stay in a core's own cache until they are used.
 constexpr std::uint64_t large_bytes = 2 << 20;
 
 std::uint32_t mix(std::uint32_t channel, std::uint32_t seq) {
@@ -64,8 +64,8 @@ void Outgoing::release() {
 
 void Outgoing::release_if_done() {
     if (released || pins > 0) return;
-    // A chunk that was given up and then acknowledged after all counts twice; that does no harm once all were sent.
-    // What the receiver only can decode is not settled before it has said so.
+    // A chunk that was left unrepaired and then acknowledged counts twice. That does no harm once all were sent.
+    // A chunk that the receiver can only decode is not settled until the receiver reports it.
     const bool settled_all = (never_repaired() || acked + unrepaired >= layout.chunks) && parity_due() == 0;
     if (!wanted || (first_pass_over() && settled_all)) release();
 }
@@ -82,10 +82,10 @@ bool Incoming::accept(std::uint32_t chunk, std::span<const std::byte> payload) {
                        layout.bytes >= large_bytes);
     }
     if (reduction != nullptr && allowed == layout.chunks) {
-        // Chunks are sent once, in a known order: those well behind this one are lost.
+        // Chunks are sent once, in a known order, so those well behind this one are lost.
         std::uint32_t ordinal = layout.ordinal(chunk);
         if (decoding && ordinal >= reorder_margin) {
-            // Parity follows its stretch: chunks of stretches before this one are lost, others may yet be decoded.
+            // Parity follows its stretch: missing chunks of earlier stretches are lost, others may still be decoded.
             const std::uint32_t stretch = decoding->shape().stretch_of(ordinal - reorder_margin);
             ordinal = decoding->shape().begin(stretch) + reorder_margin;
         }

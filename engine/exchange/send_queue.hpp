@@ -1,5 +1,5 @@
-// Messages to one peer that have something to send, those of the oldest exchange first: a repair must not wait behind all
-// that was posted since. A message stands in one queue at most, and its `queued` says whether it does.
+// The send queue of one peer: messages that have something to send, those of the oldest exchange first, so that a
+// retransmission does not wait behind everything posted since. A message is in at most one queue, or in none.
 #pragma once
 
 #include <cstddef>
@@ -12,14 +12,14 @@ struct Outgoing;
 
 class SendQueue {
 public:
-    // Adds a message, unless it stands here already or nothing of it is wanted any more.
+    // Adds a message, unless it is queued already or nothing of it is wanted any more.
     void push(Outgoing& message);
     void remove(Outgoing& message);
     void clear();
     // The oldest message that may send something now; null if none may. Drops messages that have nothing to send.
-    // `eager_bytes`: how much of a message may leave before its receiver says that it has posted.
+    // `eager_bytes`: how much of a message may be sent before its receiver reports that it has posted.
     [[nodiscard]] Outgoing* next(std::uint64_t eager_bytes);
-    // Whether every chunk that waits here was sent before.
+    // Whether only retransmissions are queued.
     [[nodiscard]] bool only_repairs() const;
     [[nodiscard]] bool empty() const { return messages_.empty(); }
     [[nodiscard]] std::size_t size() const { return messages_.size(); }

@@ -1,9 +1,8 @@
-// Cores under a program of a fuzzer's making. The input is a list of operations: post, deliver, drop, duplicate, bend,
-// forge, wait, cancel, leave, restart, narrow, darken a path. The first byte says how many ranks and paths there are, whether
-// members may lie, and how much room there is for what must be kept. Messages are coded or not, and sums replace
-// contributions or not.
-// A lie is told under the name of a rank that goes on telling the truth as well, so that the two may wait for one another
-// for ever: then only safety is asked for.
+// Fuzz target: cores under a program made by the fuzzer. The input is a list of operations: post, deliver, drop,
+// duplicate, corrupt, forge, wait, cancel, leave, restart, shrink a path's MTU, block a path. The first byte sets the
+// number of ranks and paths, whether members may be Byzantine, and the memory for what must be kept. Messages are coded
+// or not, and sums replace contributions or not. Forged datagrams carry the rank of a member that sends honest ones as
+// well, so two ranks may wait for one another for ever: then only safety is required.
 #include "world.hpp"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {

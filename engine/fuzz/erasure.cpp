@@ -1,5 +1,5 @@
-// Blocks of any shape with any part of them missing, twisted or made up, into the decoder of the erasure code.
-// It never touches memory that is not its own; what it gives back from honest parity is what was lost.
+// Fuzz target: blocks of any shape, with any part missing, corrupted or forged, into the decoder of the erasure code.
+// It never touches memory that is not its own; what it restores from honest parity is what was lost.
 #include "math/erasure.hpp"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Any bytes as messages of eight and four bits per element, and any numbers encoded as such: reading and writing stay within
-// their memory, infinities and NaNs come back as NaN, and contributions of strangers add up without harm.
+// Fuzz target: any bytes as int8 and int4 messages, and any numbers encoded as such. Reading and writing stay within
+// their memory, infinities and NaNs decode to NaN, and forged contributions are summed without harm.
 #include "math/grid.hpp"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const std::size_t elements = program.byte() * 11U + program.byte(), chunk_bytes = 9 + program.byte() * 6U;
     const std::size_t bytes = grid_bytes(dtype, elements, chunk_bytes);
 
-    // A message of made-up bytes, read and added up with one of our own.
+    // A forged message, decoded and summed with one of our own.
     const auto forged = block<std::byte>(bytes), own = block<std::byte>(bytes);
     const auto values = block<float>(elements), sums = block<float>(elements);
     fill(program, forged.get(), bytes);
@@ -43,7 +43,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     grid_encode_message(dtype, values.get(), elements, chunk_bytes, program.byte(), own.get());
     grid_decode_message(dtype, own.get(), elements, chunk_bytes, sums.get());
     for (std::size_t i = 0; i < elements; ++i) {
-        // A block with a number that is none tells so.
+        // A block that holds a NaN decodes to NaN.
         REQUIRE(std::isfinite(values[i]) || std::isnan(sums[i]));
     }
     if (elements == 0) return 0;

@@ -1,5 +1,5 @@
-// Bytes from strangers into everything that reads them before they are believed: header, report, seal.
-// What parses must come back the same when written, and no input may be believed that was not made with the secrets.
+// Fuzz target: untrusted bytes into everything that reads them before authentication: header, report, seal. What parses
+// must be the same when written again, and no input may be accepted that was not made with the secrets.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -73,13 +73,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const std::span<std::byte> body = datagram.subspan(header_bytes);
     check_report(body);
 
-    // 2^-32 against a CRC: luck that a fuzzer does not have without the cookie. If it is believed, it must be right.
+    // 2^-32 against a CRC: luck that a fuzzer does not have without the cookie. If it is accepted, it must be right.
     if (const auto payload = open_seal->open(*header, header->number, datagram)) {
         require(payload->size() == body.size() && (header->flags & flag_sealed) == 0);
     }
     if (secret_seal) require(!secret_seal->open(*header, header->number, datagram));
 
-    // What we make ourselves is believed, and one bit later it is not.
+    // What we make ourselves is accepted; with one bit flipped it is not.
     const std::span<std::byte, header_bytes> wire(datagram.data(), header_bytes);
     Header ours = *header;
     ours.cookie = open_seal->visible_cookie();

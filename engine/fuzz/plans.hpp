@@ -1,4 +1,4 @@
-// The exchanges of a fuzzed job: what every rank posts, the memory it needs, and what must be in it when all has gone well.
+// The exchanges of a fuzzed job: what every rank posts, the memory it needs, and what must be in it on success.
 #pragma once
 
 #include <array>
@@ -88,7 +88,7 @@ inline void all_reduce(std::uint16_t rank, std::uint16_t world, const Plan& plan
     }
 }
 
-// Down a chain: 0 sends to 1, and everyone passes on to the next.
+// Along a chain: 0 sends to 1, and every rank forwards to the next.
 inline void broadcast(std::uint16_t rank, std::uint16_t world, const Plan& plan, Posted& posted, ExchangeSpec& spec) {
     const auto next = static_cast<std::uint16_t>(rank + 1);
     if (rank == 0) {

@@ -1,6 +1,6 @@
-// Commands and packets from strangers into a relay under virtual time. Each input is cut at its newlines; a piece that
-// begins with a small byte is a packet of that host, any other is a command. Whatever they are, every command has one line
-// of answer, and every packet is delivered, counted where it was dropped, or still held.
+// Fuzz target: untrusted commands and packets into a relay under virtual time. Each input is split at its newlines; a
+// piece that begins with a small byte is a packet of that host, any other is a command. Whatever they are, every
+// command has one line of answer, and every packet is delivered, counted where it was dropped, or still held.
 #include "relay/relay.hpp"
 
 #include <algorithm>

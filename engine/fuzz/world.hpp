@@ -1,5 +1,5 @@
-// Ranks of one job as real cores on a network that a program controls. Afterwards the network becomes honest and everything
-// must end, and what was exact must be exact.
+// Ranks of one job as real cores on a network that the fuzzer's program controls. Afterwards the network becomes
+// honest: then every exchange must end, and exact ones must be exact.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ struct Datagram {
 
 class World {
 public:
-    // `pool_bytes`: half of it is room for what is kept until a block can be decoded.
+    // `pool_bytes`: half of it is memory for what is kept until a block can be decoded.
     World(std::uint16_t size, bool forgery_allowed, std::size_t pool_bytes, std::uint8_t paths = 1)
         : world_(size),
           paths_(paths),
@@ -78,14 +78,14 @@ public:
         check();
     }
 
-    // The network is honest from here on. Everyone posts what somebody has posted, and all of it must end.
+    // The network is honest from here on. Every rank posts what any rank has posted, and all of it must end.
     void finish() {
         for (std::uint16_t rank = 0; rank < world_; ++rank) {
             for (std::size_t i = 0; i < plans_.size(); ++i) post(rank, static_cast<std::uint8_t>(i));
         }
         const Nanos timeout_at = now_ + 20 * silence;
         for (;;) {
-            // Trips take no time here, but what is repaired before its path is known to be narrow is lost again at once.
+            // Trips take no time here, but what is retransmitted before its path's MTU is known is lost again at once.
             for (int trips = 1; !wire_.empty(); ++trips) {
                 deliver(0);
                 if (trips % 64 == 0) wait(millisecond);
@@ -223,7 +223,7 @@ private:
         const std::size_t bit = program.word() % (8 * datagram.bytes.size());
         datagram.bytes[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
     }
-    // A member of the job gone mad: any fields, any payload, under the right cookie and check.
+    // A Byzantine member of the job: any fields, any payload, under the right cookie and check.
     void forge(Program& program, std::uint16_t source) {
         const auto target = static_cast<std::uint16_t>((source + 1 + program.byte() % (world_ - 1U)) % world_);
         const Seal seal({.cookie = cookie, .sealed = false, .links = {}, .incarnations = incarnations_}, source);
@@ -246,8 +246,8 @@ private:
         for (std::byte& b : payload) b = static_cast<std::byte>(program.byte());
         send_forged(header, payload, target);
     }
-    // Parity of a message that somebody planned, or that is long over: any name, perhaps another length, and as its payload
-    // what is on the wire or anything else. Chunks, too, may say that parity follows although none does.
+    // Parity of a message that was planned, or that is long over: any name, perhaps another length, and as its payload
+    // what is on the wire or anything else. Chunks, too, may announce parity although none follows.
     void forge_parity(Program& program, std::uint16_t source) {
         if (plans_.empty()) return;
         const Plan& plan = *plans_[program.byte() % plans_.size()];
@@ -307,7 +307,7 @@ private:
         pump(rank);
         REQUIRE(posted.ended);
     }
-    // As a process ends: what it still runs is cancelled, then it says goodbye and hears nothing more.
+    // A process ends: what it still runs is cancelled, then it says goodbye and receives nothing more.
     void leave(std::uint16_t rank) {
         if (left_[rank]) return;
         for (std::size_t i = 0; i < posted_[rank].size(); ++i) cancel(rank, i);
@@ -316,8 +316,8 @@ private:
         pump(rank);
         left_[rank] = true;
     }
-    // A process dies without a word and another takes its place; what is on the wire stays there. The others readmit it when
-    // all have begun what was planned before, of which it knows nothing.
+    // A process crashes and another replaces it; what is on the wire stays there. The others readmit it when all have
+    // begun what was planned before, of which it knows nothing.
     void restart(std::uint16_t rank) {
         for (std::uint16_t other = 0; other < world_; ++other) {
             for (std::size_t i = 0; other != rank && i < plans_.size(); ++i) post(other, static_cast<std::uint8_t>(i));
@@ -361,7 +361,7 @@ private:
             REQUIRE(outcome.status == Status::closed || outcome.status != Status::running);
             return;
         }
-        // A lie may end an exchange or fill it with lies, but only the liar's part of it.
+        // A forgery may end an exchange or corrupt it, but only the forger's part of it.
         if (outcome.status != Status::ok) {
             REQUIRE(outcome.failure_cause && outcome.failure_cause.culprit < world_ &&
                     outcome.failure_cause.cause != Status::peer_failed);
@@ -382,7 +382,7 @@ private:
                 const std::size_t chunk = at / chunk_bytes;
                 const bool here = (arrival.mask[chunk / 64] >> (chunk % 64) & 1) != 0;
                 const bool from_root = plan.shape == Shape::broadcast;
-                if (from_root && byzantine_) continue;  // the root's lies come through honest hands
+                if (from_root && byzantine_) continue;  // honest ranks forward the root's forgeries
                 const std::byte expected =
                     from_root ? pattern(0, 0, plan.key(), at) : pattern(arrival.peer, rank, plan.key(), at);
                 REQUIRE(got[at] == (here ? expected : std::byte{}));

@@ -19,16 +19,17 @@
 namespace storm {
 namespace {
 
-// How often timers are looked at while there is always something to read.
+// How often timers are checked while there is always something to read.
 constexpr Nanos tick_every = 200 * microsecond;
 // How often the socket is read while there is always something in shared memory.
 constexpr Nanos read_every = 50 * microsecond;
-// How long a caller looks for what comes through shared memory before it sleeps: to be woken takes about as long.
+// How long a caller polls shared memory before it sleeps: a wake-up takes about as long.
 constexpr Nanos longest_linger = 50 * microsecond;
-// Rounds of passing data in a call that only begins something: peers may go on writing for as long as we read.
+// Rounds over shared memory in a call that only begins something: peers may go on writing for as long as we read.
 constexpr int most_rounds = 8;
 
-// How often refusals are looked for where no call has met one: it may have been told to a call that had sent something.
+// How often to look for ICMP refusals if no call has returned one: the kernel may have reported it to a call that had
+// sent something.
 constexpr Nanos refusals_every = millisecond;
 // How long a datagram may wait to be read for its time stamp to be believed.
 constexpr Nanos longest_buffered = 100 * millisecond;
@@ -89,7 +90,7 @@ std::uint64_t Driver::post(ExchangeSpec spec, bool by_thread) {
             return posted;
         }
         pass_some();
-        // The loop ends: until receivers answer, no more than the eager bytes may leave.
+        // The loop ends: until receivers answer, no more than the eager bytes may be sent.
         while (flush(now)) {
         }
         collect();
@@ -113,7 +114,8 @@ public:
         if (!driver_.over()) {
             driver_.listen(true);
             driver_.arm();
-            // The engine's own thread sleeps already: it goes on with what is left, and peers ring from now on.
+            // The engine's own thread is asleep: wake it to go on with what is left. Peers ring its doorbell from now
+            // on.
             if (driver_.more_ || !driver_.core_->may_sleep()) wake(driver_.thread_wake_);
         }
         driver_.changed_.notify_all();
@@ -144,16 +146,16 @@ bool Driver::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
         const CallerDrives turn(*this);
         while (!ready() && !over()) {
             const bool busy = drive();
-            // It may have ended by a timer, or by what came while this thread lingered.
+            // It may have ended by a timer, or by what arrived while this thread lingered.
             if (ready()) break;
             const Nanos now = clock_now();
             if (now >= timeout_at) break;
             if (busy) {
-                // This may go on for long: let other threads post or cancel meanwhile.
+                // This may go on for long: let other threads post or cancel in between.
                 mutex_.yield_to_waiters();
                 continue;
             }
-            // Meanwhile, another thread may have ended what this one waits for, and nudges only those who sleep.
+            // Meanwhile, another thread may have ended what this one waits for; it wakes sleeping threads only.
             if (linger(lock) || ready() || over() || !core_->may_sleep()) continue;
             const Nanos until = std::min(next_timer(), timeout_at);
             sleeping_until_ = until;
@@ -271,7 +273,8 @@ void Driver::accept_shared_memory(std::uint16_t peer, SharedMemoryOffer offer) {
     auto broadcast_buffer = std::make_unique<BroadcastMemory>(std::move(offer.broadcast_buffer));
     broadcast_buffer->close_file();
     const int flags = fcntl(offer.doorbell.get(), F_GETFL);
-    if (flags < 0 || (flags & O_NONBLOCK) == 0) throw std::invalid_argument("this descriptor is no bell");
+    if (flags < 0 || (flags & O_NONBLOCK) == 0)
+        throw std::invalid_argument("this descriptor is no doorbell (a nonblocking eventfd)");
     const Lock lock(mutex_);
     check_open();
     near_[peer].to_it = std::move(memory);
@@ -286,7 +289,7 @@ void Driver::use_shared_memory(std::uint16_t peer, std::uint32_t incarnation) {
     if (!near.from_it || !near.to_it) throw std::invalid_argument("no memory was shared with this rank");
     const auto go_on = [&] {
         collect();
-        // It may have passed something already.
+        // The peer may have written something already.
         wake(thread_wake_);
         wake(caller_wake_);
     };
@@ -297,7 +300,7 @@ void Driver::use_shared_memory(std::uint16_t peer, std::uint32_t incarnation) {
             core_->connect(peer, incarnation, std::move(shared_memory), clock_now());
         });
     } catch (const std::invalid_argument&) {
-        go_on();  // what an earlier passage held may have ended exchanges
+        go_on();  // what an earlier shared-memory channel held may have ended exchanges
         throw;
     }
     attempt(go_on);
@@ -308,12 +311,12 @@ std::vector<std::uint16_t> Driver::near() {
     return core_ && !closed_ ? core_->near() : std::vector<std::uint16_t>{};
 }
 
-// Something was posted or changed: whoever sleeps may have to wake earlier.
+// Something was posted or changed: the sleeping thread may have to wake earlier.
 void Driver::rearm() {
     if (!caller_drives_) {
         arm();
     } else if (sleeping_until_ != 0 && (full() || next_timer() < sleeping_until_)) {
-        // A caller that fell asleep when the socket had room does not notice when it has some again.
+        // A caller that fell asleep before the socket was full does not notice when it has space again.
         wake(caller_wake_);
     }
 }
@@ -364,7 +367,7 @@ void Driver::run() {
             try {
                 busy = drive();
             } catch (...) {
-                return;  // there is nobody to tell here; whoever waits has been woken and finds the failure
+                return;  // no caller to report to; waiting threads were woken and find the failure
             }
             if (busy) {
                 // Let a caller post, or take over.
@@ -383,7 +386,7 @@ void Driver::run() {
             if (fd != inputs_.get()) (void)!read(fd, &drained, sizeof drained);
         }
         lock.lock();
-        // Only whoever drives may silence the bell: it may ring for a caller that has taken over meanwhile.
+        // Only the driving thread may reset the doorbell: it may ring for a caller that has taken over meanwhile.
         std::uint64_t rung = 0;
         if (!caller_drives_) (void)!read(doorbell_.get(), &rung, sizeof rung);
         armed_at_ = never;
@@ -423,9 +426,9 @@ bool Driver::step() {
         collect();
         return true;
     }
-    // Delays are differences of time stamps, and rate control uses the least of them. So arrivals are stamped by the kernel,
-    // or after the system call that fetched them, departures right before the one that sends them: errors then only
-    // lengthen a delay.
+    // Delays are differences of time stamps, and rate control uses the least of them. So arrivals are stamped by the
+    // kernel, or after the system call that fetched them, departures right before the one that sends them: errors then
+    // only lengthen a delay.
     Nanos now = clock_now(), arrived_at = now, behind = 0;
     std::size_t path = 0;
     const Address* source = nullptr;  // unknown of datagrams that faults have held back
@@ -464,7 +467,7 @@ bool Driver::step() {
         core_->set_overflow(overflow);
         now = clock_now();
     }
-    // After what has come: that shows that its sender lives.
+    // After reading: a datagram shows that its sender is alive.
     const bool look = got.datagrams == 0 && now - refusals_at_ >= refusals_every;
     if (look) refusals_at_ = now;
     for (path = 0; path < path_sockets_.size(); ++path) {
@@ -480,7 +483,7 @@ bool Driver::step() {
     // A second look costs no system call if there is nothing more to send; then the next one is the sleep.
     bool sent = flush(now);
     if (sent && !got.more) sent = flush(now);
-    // A datagram may have let more pass.
+    // A datagram may have unblocked data in shared memory.
     const bool passed_on = pass();
     collect();
     return got.more || sent || passed || passed_on;
@@ -488,7 +491,7 @@ bool Driver::step() {
 
 void Driver::on_source_address(std::size_t path, const Address& from, Nanos now) {
     const std::optional<Core::Heard>& heard = core_->heard();
-    if (!heard || heard->path != path) return;  // what came to another path's socket says nothing about either
+    if (!heard || heard->path != path) return;  // a datagram on another path's socket says nothing about either
     PathSocket& path_socket = *path_sockets_[path];
     if (path_socket.routes.heard(heard->rank, from, heard->newest, now)) {
         core_->report(reply_, heard->rank, now, path);
@@ -503,7 +506,8 @@ void Driver::on_refusals(std::size_t path, Nanos now) {
     path_socket.socket.read_refusals([&](const Address& from, std::span<const std::byte> quoted) {
         const std::span<const Address> present = path_socket.routes.present();
         for (std::uint16_t rank = 0; rank < present.size(); ++rank) {
-            // A learned address is a router's, which forgets; one that has never answered may be another network's.
+            // Only an address from a card that has answered counts: a learned one is a NAT mapping, which may expire,
+            // and one that has never answered may belong to another network.
             const Routes::Route route = path_socket.routes.look(rank);
             if (route.address == from && route.answers && !route.learned) core_->refused(rank, quoted, now);
         }
@@ -542,7 +546,7 @@ void Driver::rebind(std::size_t path, const std::string& host) {
     } catch (const std::system_error&) {
         path_socket.socket.rebind(Address(host, 0), path_socket.config);
     }
-    // The descriptor means another socket now, which nobody watches yet.
+    // The descriptor now refers to another socket, which is not watched yet.
     attempt([&] {
         epoll_event event{.events = EPOLLIN, .data = {.fd = path_socket.socket.fd()}};
         if (epoll_ctl(inputs_.get(), EPOLL_CTL_ADD, path_socket.socket.fd(), &event) != 0)
@@ -590,7 +594,7 @@ Driver::Polled Driver::to_poll() const {
 }
 
 bool Driver::flush(Nanos now) {
-    // A path whose socket is full holds up no other.
+    // A path whose socket is full does not block the others.
     std::size_t held = 0;
     for (std::size_t path = 0; path < path_sockets_.size(); ++path) {
         core_->hold(path, !path_sockets_[path]->unsent.empty());
@@ -631,14 +635,14 @@ void Driver::collect() {
     }
     if (!any) return;
     changed_.notify_all();
-    // A caller that drives may sleep, and wait for what another thread's call has just ended.
+    // A driving caller may be asleep, waiting for what another thread's call has just ended.
     if (caller_drives_ && sleeping_until_ != 0) wake(caller_wake_);
 }
 
 Nanos Driver::next_timer() const { return std::min({core_->next_timer(), faults_->next_release_at(), routes_timer()}); }
 
 void Driver::arm() {
-    // A full socket is tried again soon rather than watched: it drains in microseconds.
+    // A full socket is retried soon rather than watched: it drains in microseconds.
     const Nanos at = full() ? std::min(next_timer(), clock_now() + 100 * microsecond) : next_timer();
     if (at == armed_at_) return;
     armed_at_ = at;

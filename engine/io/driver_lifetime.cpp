@@ -1,4 +1,5 @@
-// How a driver begins and ends, and the faults that all drivers of a process share; driver.cpp holds the rest of Driver.
+// Start, fork and close of a driver, and the faults that all drivers of a process share; driver.cpp holds the rest of
+// Driver.
 #include <poll.h>
 #include <pthread.h>
 #include <sys/epoll.h>
@@ -30,7 +31,7 @@ Registry& registry() {
     return all;
 }
 
-// A process that is forked from ours must not keep our ports: if ours dies, nobody is to listen there.
+// A process that is forked from ours must not keep our ports: if ours dies, no process may listen there.
 void lock_registry() { registry().mutex.lock(); }
 void unlock_registry() { registry().mutex.unlock(); }
 
@@ -64,11 +65,13 @@ Driver::~Driver() {
         close(0);
         return;
     }
-    // The parent's threads do not exist here. They may have held locks or waited when we were forked, so wait for neither.
+    // The parent's threads do not exist here. They may have held locks or waited when we were forked, so wait for
+    // neither.
     if (thread_.joinable()) thread_.detach();
     new (&changed_) std::condition_variable_any;
     new (&view_changed_) std::condition_variable_any;
-    // The engine's thread may have been in the middle of a change when we were forked, so nothing of this can be destroyed.
+    // The engine's thread may have been in the middle of a change when we were forked, so nothing of this can be
+    // destroyed.
     (void)core_.release();
     (void)faults_.release();
     new (&ended_) decltype(ended_);
@@ -131,7 +134,7 @@ void Driver::start(CoreConfig config, const std::vector<std::vector<Address>>& p
     faults->set(registry().settings, clock_now());
     const auto registered = registry().drivers.insert(this).first;
     try {
-        thread_ = std::thread([this] { run(); });  // waits at the door until we are done
+        thread_ = std::thread([this] { run(); });  // waits for the mutex until we are done
     } catch (const std::system_error& error) {
         registry().drivers.erase(registered);
         throw std::system_error(error.code(), rank + ": the engine needs a thread, see `ulimit -u`");
@@ -244,7 +247,7 @@ void Driver::say_goodbye(Lock& lock, Nanos linger) {
         poll(readable.data(), path_sockets_.size(), 1);
         lock.lock();
     }
-    // Everyone gets a goodbye, even if nobody waits for the answers.
+    // Every peer gets a goodbye, even if the answers are not waited for.
     for (int round = 0; round < 64 && flush(clock_now()); ++round) {
     }
 }
@@ -284,7 +287,7 @@ void Driver::set_faults(std::shared_ptr<const FaultSettings> settings) {
 
 void Driver::apply_faults() {
     faults_->set(fault_settings_, clock_now());
-    // Faults happen to datagrams.
+    // Faults apply to datagrams only, so shared memory is paused while there are any.
     if (core_) core_->pause_shared_memory(fault_settings_ != nullptr);
 }
 

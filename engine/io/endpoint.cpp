@@ -9,11 +9,11 @@
 namespace storm {
 namespace {
 
-// How long to wait for one lane before the others are looked at.
+// How long to wait for one lane before the others are checked.
 constexpr Nanos check_interval = 50 * millisecond;
 // A cancelled part ends at once, unless its last datagrams are still in a full socket.
 constexpr Nanos longest_abort = second;
-// Tells ids of the lane of low priority from those of lane 0.
+// Distinguishes ids of the lane of low priority from those of lane 0.
 constexpr std::uint64_t low_ids = 1ULL << 63;
 
 }  // namespace
@@ -36,7 +36,8 @@ Endpoint::Endpoint(const std::string& host, std::uint16_t port, std::size_t lane
 }
 
 Endpoint::~Endpoint() {
-    // A thread may have been in the middle of a change when this process was forked, so nothing of this can be destroyed.
+    // A thread may have been in the middle of a change when this process was forked, so nothing of this can be
+    // destroyed.
     if (getpid() != owner_) new (&striped_) decltype(striped_);
 }
 
@@ -73,7 +74,7 @@ void Endpoint::start(std::vector<CoreConfig> configs, std::vector<std::vector<Ad
     lanes_[0]->on_view([this](const View& view, bool inside) {
         for (std::size_t lane = 1; lane < lanes_.size(); ++lane) lanes_[lane]->follow(view, inside);
     });
-    // Lane 0 last: the others know every view that it learns of.
+    // Lane 0 last: the others must be ready to follow every view that it learns of.
     for (std::size_t lane = configs.size(); lane-- > 0;) {
         configs[lane].lane = static_cast<std::uint16_t>(lane);
         std::vector<std::vector<Address>> by_rank;
@@ -198,7 +199,8 @@ bool Endpoint::wait(std::uint64_t id, Nanos timeout, Outcome& outcome) {
     try {
         if (!wait_for_all(*exchange, timeout_at)) return false;
     } catch (...) {
-        // A lane is closed or has failed. The others must leave the caller's memory alone before it hears of that.
+        // A lane is closed or has failed. The others must stop using the caller's memory before the caller learns of
+        // it.
         abort_parts(*exchange);
         const std::lock_guard guard(mutex_);
         striped_.erase(id);
@@ -284,7 +286,8 @@ void Endpoint::use_shared_memory(std::uint16_t peer, std::uint32_t incarnation) 
 }
 
 void Endpoint::close(Nanos linger) {
-    // All lanes together wait no longer than one would: while one waits for answers, the others have their own on the way.
+    // All lanes together wait no longer than one would: while one waits for answers, those of the others are in flight
+    // too.
     const Nanos timeout_at = clock_now() + linger;
     if (lanes_.size() > 1 && linger > 0) {
         for (const auto& lane : lanes_) {
@@ -344,7 +347,7 @@ std::vector<Driver::LinkHealth> Endpoint::links(const std::vector<std::uint16_t>
     return all;
 }
 
-// Lanes share the line, and an exchange fills all of them at once.
+// Lanes share the bottleneck, and an exchange fills all of them at once.
 BottleneckPeaks::Peaks Endpoint::take_bottleneck_peaks() {
     BottleneckPeaks::Peaks all;
     for (const auto& lane : lanes_) {

@@ -1,9 +1,11 @@
-// A process' place in a job: one or more lanes, each with a socket, a thread, packet numbers and rate control of its own.
+// The endpoint of a process in a job: one or more lanes, each with its own socket, thread, packet numbers and
+// congestion control.
 //
-// A lane is a Driver. Exchanges of large messages are divided between the lanes, so that several cores copy, check and sum
-// at the same time, and so that a network that spreads flows over several queues or paths can spread ours. Lane 0 carries
-// all small exchanges and is the only one that takes part in the agreement on views; the others follow it. An endpoint may
-// have one more lane, whose datagrams are marked as of low priority: it carries exchanges that ask for it, and nothing else.
+// A lane is a Driver. Exchanges of large messages are divided between the lanes, so that several cores copy, check and
+// sum at the same time, and so that a network that spreads flows over several queues or paths can spread ours. Lane 0
+// carries all small exchanges, and it alone takes part in the votes on membership views; the others follow it. An
+// endpoint may have one more lane, whose datagrams are marked as of low priority: it carries exchanges that ask for it,
+// and nothing else.
 #pragma once
 
 #include <sys/types.h>
@@ -25,9 +27,9 @@ namespace storm {
 
 class Endpoint {
 public:
-    // Opens a socket per lane: at `port` and the ports after it, or wherever the kernel likes if it is 0. `more_hosts`: of
-    // further paths (paths.hpp), at the same port; an endpoint with several paths has one lane. `low`: whether there is one
-    // more lane of low priority, at the port after the others.
+    // Opens a socket per lane: at `port` and the ports after it, or at ports that the kernel chooses if it is 0.
+    // `more_hosts`: of further paths (paths.hpp), at the same port; an endpoint with several paths has one lane. `low`:
+    // whether there is one more lane of low priority, at the port after the others.
     Endpoint(const std::string& host, std::uint16_t port, std::size_t lanes, const SocketConfig& config,
              const std::vector<std::string>& more_hosts = {}, bool low = false);
     ~Endpoint();
@@ -39,9 +41,11 @@ public:
     [[nodiscard]] std::vector<std::uint16_t> path_ports() const;
     // The least of all lanes.
     [[nodiscard]] std::size_t receive_buffer() const;
-    // Starts as many lanes as there are configs, which differ in nothing but `lane` and `secrets`; sockets beyond them are
-    // closed. The last config is that of the lane of low priority, if there is one, and has a rate of its own. `peers`: by lane, the addresses by rank. `more`: by rank, its addresses on further paths; empty if nobody has
-    // any. Throws as Driver::start does; the endpoint can then only be closed.
+    // Starts as many lanes as there are configs, which differ in nothing but `lane` and `secrets`; sockets beyond them
+    // are closed. The last config is that of the lane of low priority, if there is one, and has a rate of its own.
+    // `peers`:
+    // by lane, the addresses by rank. `more`: by rank, its addresses on further paths; empty if no rank has any. Throws
+    // as Driver::start does; the endpoint can then only be closed.
     void start(std::vector<CoreConfig> configs, std::vector<std::vector<Address>> peers,
                const std::vector<std::vector<Address>>& more = {});
     // All of them, the one of low priority included.
@@ -70,10 +74,10 @@ public:
     }
     bool wait_view(std::uint32_t above, Nanos timeout) { return lanes_[0]->wait_view(above, timeout); }
     void close(Nanos linger);
-    // The peer may be reached at these addresses, by lane: see Routes.
+    // The peer may be reachable at these addresses, by lane: see Routes.
     void offer(std::uint16_t peer, const std::vector<Address>& addresses);
     void enable_keepalive();
-    // Goes on from another address of this host over a path, in all lanes.
+    // Rebinds a path to another address of this host, in all lanes.
     void rebind(std::size_t path, const std::string& host);
     // By lane and rank: where datagrams go.
     [[nodiscard]] std::vector<std::vector<Routes::Route>> routes();
@@ -87,19 +91,20 @@ private:
         std::uint64_t id{};                // in that lane; 0 before it is posted
         std::optional<Outcome> outcome{};  // once it was waited for
     };
-    // An exchange that is not in lane 0 alone: its parts, and what came of those that were waited for.
+    // An exchange that is not in lane 0 alone: its parts, and the outcomes of those that were waited for.
     struct StripedExchange {
         std::vector<LanePart> parts;
-        std::mutex mutex;  // one thread waits, others may ask or cancel
+        std::mutex mutex;  // one thread waits, others may query or cancel
         bool failed{};     // a part has failed, and the others were cancelled
     };
     [[nodiscard]] std::shared_ptr<StripedExchange> find(std::uint64_t id);
-    // Ends what is left of an exchange of which a part has failed, and tells lane 0 which peers another lane does not reach.
+    // Ends what is left of an exchange of which a part has failed, and reports to lane 0 which peers another lane does
+    // not reach.
     void check_parts(StripedExchange& exchange);
     void fail_rest(StripedExchange& exchange, const Driver::EndStatus& why);
     // How a part has ended, if it has.
     [[nodiscard]] std::optional<Driver::EndStatus> end_status(StripedExchange& exchange, LanePart& part);
-    // False if the time came first.
+    // False if it timed out.
     [[nodiscard]] bool wait_for_all(StripedExchange& exchange, Nanos timeout_at);
     // Cancels all parts and waits until no lane uses the caller's memory.
     void abort_parts(StripedExchange& exchange) noexcept;

@@ -1,5 +1,5 @@
-// A mutex whose holder can let others in. A thread that releases a plain mutex and locks it again at once mostly gets it
-// back before a waiting thread has woken up, so a thread that is always busy would keep all others out.
+// A mutex whose holder can yield to waiting threads. A thread that releases a plain mutex and locks it again at once
+// mostly gets it back before a waiting thread has woken up, so a busy thread would starve all others.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@ public:
         waiting_.fetch_add(1);
         mutex_.lock();
         waiting_.fetch_sub(1);
-        waiting_.notify_all();  // a system call only if somebody gives way
+        waiting_.notify_all();  // a system call only if a holder is yielding
     }
     void unlock() { mutex_.unlock(); }
 
@@ -22,7 +22,7 @@ public:
         const int waiting = waiting_.load();
         if (waiting == 0) return;
         mutex_.unlock();
-        waiting_.wait(waiting);  // until one is in, or one more has come
+        waiting_.wait(waiting);  // until one has the lock, or one more waits
         lock();
     }
 

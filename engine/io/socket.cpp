@@ -39,8 +39,8 @@ bool try_option(int fd, int level, int option, int value) {
     return setsockopt(fd, level, option, &value, sizeof value) == 0;
 }
 
-// Not ENOBUFS: an interface has dropped the datagram, which counts as lost. (The kernel says so only where it tells of
-// refusals, too.)
+// Not ENOBUFS: an interface has dropped the datagram, which counts as lost. (The kernel reports it only where it
+// reports refusals, too.)
 bool is_full(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
 
 }  // namespace
@@ -71,10 +71,10 @@ Socket::Socket(const Address& address, const SocketConfig& config)
     getsockopt(fd(), SOL_SOCKET, SO_RCVBUF, &granted, &size);
     receive_buffer_ = static_cast<std::size_t>(granted) / 2;  // the kernel doubles it for its own overhead
     try_option(fd(), SOL_SOCKET, SO_RXQ_OVFL, 1);
-    // When a datagram is read says more about the scheduler than about the network.
+    // The kernel stamps arrivals: the time of reading depends more on the scheduler than on the network.
     try_option(fd(), SOL_SOCKET, SO_TIMESTAMPNS, 1);
     // Probes find the size that a path carries (path_mtu.hpp). So forbid fragments on the way, and ignore ICMP messages
-    // about the MTU, which anybody can forge.
+    // about the MTU, which can be forged.
     if (address.family() == AF_INET6) {
         try_option(fd(), IPPROTO_IPV6, IPV6_MTU_DISCOVER, IPV6_PMTUDISC_PROBE);
     } else {
@@ -164,10 +164,10 @@ std::size_t Socket::send(std::span<Batch* const> batches, std::span<const Addres
         Batch& first = *batches[sent];
         const bool refused = errno == EIO || errno == EINVAL || errno == EOPNOTSUPP || errno == EMSGSIZE;
         if (first.segments() > 1 && refused) {
-            // Either each datagram is too large for the interface, or this kernel or device accepts the option but refuses
-            // segments: sending one by one tells which.
+            // Either each datagram is too large for the interface, or this kernel or device accepts the option but
+            // refuses segments: sending one by one shows which.
             if (!send_to(peers[first.peer()], first)) return sent;
-            // A batch larger than any datagram is refused too, which says nothing about segments.
+            // A batch larger than any datagram is refused, too, whether or not segments work.
             segmentation_ = first.too_large() || first.bytes() > max_datagram_bytes;
         } else if (errno == EMSGSIZE) {
             first.mark_too_large();

@@ -22,7 +22,7 @@ struct SocketConfig {
     bool low_priority{};      // marks datagrams with DSCP LE (RFC 8622)
     bool segmentation{true};  // UDP_SEGMENT, where the kernel has it
     bool coalescing{true};    // UDP_GRO, where the kernel has it
-    bool refusals{true};      // hears of ports at which nobody listens: see `read_refusals`
+    bool refusals{true};      // reports ports at which no process listens: see `read_refusals`
 };
 
 class Socket {
@@ -32,31 +32,31 @@ public:
     Socket(const Socket&) = delete;
     Socket& operator=(const Socket&) = delete;
 
-    // Goes on from another address, behind the same descriptor; what has not been read is lost. Throws std::system_error.
+    // Rebinds to another address, behind the same descriptor; unread datagrams are lost. Throws std::system_error.
     void rebind(const Address& address, const SocketConfig& config);
     // Frees the descriptor and the port; nothing else may be called after it.
     void close() { fd_.close(); }
 
-    // Sends batches in order to the addresses of their peers, by rank, and returns how many are gone; fewer than given when
-    // the socket's buffer is full. Batches that the network refuses (no route, no such port) count as sent, and then as
-    // lost.
+    // Sends batches in order to the addresses of their peers, by rank, and returns how many were sent; fewer than given
+    // when the socket's buffer is full. Batches that the network refuses (no route, no such port) count as sent, and
+    // then as lost.
     [[nodiscard]] std::size_t send(std::span<Batch* const> batches, std::span<const Address> peers);
     // Sends one batch to an address; false if the socket's buffer is full.
     bool send_to(const Address& to, Batch& batch);
     struct Read {
         std::size_t datagrams{};
-        bool more{};  // others may wait: the system call brought as much as it can
+        bool more{};  // others may wait: the system call returned as many as it can
     };
-    // Calls `take(datagram, arrived_at, from)` with each datagram that waits, up to one system call's worth. `arrived_at` is
-    // the kernel's time stamp, by CLOCK_REALTIME; 0 where there is none.
+    // Calls `take(datagram, arrived_at, from)` with each datagram that waits, up to one system call's worth.
+    // `arrived_at` is the kernel's time stamp, by CLOCK_REALTIME; 0 where there is none.
     template <class Take>
     Read receive(Take&& take);
 
-    // Calls `take(address, quoted)` with each address at which nobody listens, as its kernel said (ICMP port unreachable) in
-    // answer to a datagram of ours that begins as quoted. Anybody can forge that.
+    // Calls `take(address, quoted)` with each address at which no process listens, as its kernel reported (ICMP port
+    // unreachable) in answer to a datagram of ours that begins as quoted. Such messages can be forged.
     template <class Take>
     void read_refusals(Take&& take);
-    // Whether a call has met an error that may be one of these.
+    // True if a call has returned an error that may be one of these.
     [[nodiscard]] bool refused() const { return refused_; }
 
     [[nodiscard]] int fd() const { return fd_.get(); }
@@ -65,7 +65,7 @@ public:
     [[nodiscard]] std::size_t receive_buffer() const { return receive_buffer_; }  // as the kernel granted it
     [[nodiscard]] bool segments() const { return segmentation_; }
     [[nodiscard]] bool coalesces() const { return coalescing_; }
-    [[nodiscard]] std::uint32_t overflow() const { return overflow_; }  // datagrams the kernel dropped for lack of room
+    [[nodiscard]] std::uint32_t overflow() const { return overflow_; }  // datagrams that a full buffer dropped
 
 private:
     static constexpr std::size_t slots =
@@ -76,14 +76,15 @@ private:
     struct Refusal {
         Address from;
         std::span<const std::byte> quoted;
-        bool port{};  // nobody listens there; anything else that the kernel told of a datagram is of no use
+        bool port{};  // no process listens there; other errors of datagrams are of no use
     };
     // False when there is none.
     [[nodiscard]] bool read_refusal(Refusal& refusal);
-    // What an earlier datagram met is told to the next call, which does nothing else: true if that call is to be made again.
+    // The kernel reports an error of an earlier datagram to the next call, which does nothing else. True if that call
+    // must be repeated.
     [[nodiscard]] bool has_pending_error(unsigned& times);
-    // What the kernel says about a message: when it arrived, and the segment size that it used when it joined datagrams; the
-    // whole length if it joined none.
+    // The kernel's ancillary data of a message: when it arrived, and the segment size if it coalesced datagrams; the
+    // whole length if it did not.
     struct About {
         std::size_t segment_bytes{};
         Nanos arrived_at{};

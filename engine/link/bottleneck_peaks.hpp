@@ -1,9 +1,9 @@
-// How much an endpoint's line carried at most: out, in, and both ways together, over windows that hold enough to count.
+// Peak rates of an endpoint's bottleneck: out, in, and both ways together, over windows that hold enough to count.
 //
-// A window begins with the first bytes after the one before it, which belong to the time before, and is given up at a
-// pause: so only time in which the line was in use counts. The most of many windows is what the line can carry. Reports
-// that waited for each other come in bunches, and would count as speed; so of what was sent and what was reported as
-// delivered within a window, the less counts.
+// A window begins with the first bytes after the previous window, which are not counted in it, and is dropped at a
+// pause: only time in which the link was in use counts. The maximum over many windows is what the bottleneck can carry.
+// Delayed reports arrive in bunches and would count as speed. So within a window, the smaller of the bytes sent and the
+// bytes reported as delivered counts.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ public:
         in_.count(Way::received, bytes, now);
         both_.count(Way::received, bytes, now);
     }
-    // The most since the last call.
+    // Peak rates since the last call.
     [[nodiscard]] Peaks take() { return {out_.take(), in_.take(), both_.take()}; }
 
 private:

@@ -1,4 +1,4 @@
-// How many datagrams of a link are lost in a row, on average, of late.
+// Recent mean length of loss bursts on a link, in datagrams.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@ namespace storm {
 
 class BurstMeter {
 public:
-    // Numbers come in rising order. Reports have numbers too and are never counted as lost, so that one number may be
-    // left out within a run.
+    // Numbers arrive in rising order. Reports have numbers too and are never counted as lost, so one number may be
+    // missing within a run.
     void on_lost(std::uint64_t number) {
         if (number <= last_ || number > last_ + 2) {
             runs_ += 1.0;

@@ -7,7 +7,7 @@ namespace storm {
 SendStamp DeliveryMeter::on_send(std::uint64_t in_flight_bytes_before, Nanos now) {
     if (in_flight_bytes_before == 0) {
         first_sent_at_ = delivered_at_ = now;
-        limited_until_ = std::min(limited_until_, delivered_);  // what was lost on the way will not be delivered
+        limited_until_ = std::min(limited_until_, delivered_);  // what was lost will not be delivered
     }
     return {delivered_, delivered_at_, first_sent_at_, now, limited_until_ > 0 && delivered_ <= limited_until_};
 }

@@ -1,4 +1,4 @@
-// How fast a link delivers, from the reports of its receiver.
+// Delivery rate of a link, from the acknowledgement reports of its receiver.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,8 @@ struct Delivery {
     std::uint64_t in_flight_bytes{};  // after this report
     bool app_limited{};               // the sender had nothing more to send when that packet left
     double burst{1};                  // datagrams lost in a row, on average (Outbound)
-    Dispersion train{};               // what the datagrams after a silence show (Train)
-    double
-        bottleneck_bytes_per_s{};  // most that all links of the endpoint delivered together (BottleneckMeter); 0 if unknown
+    Dispersion train{};               // what the datagrams after a pause show (PacketTrain)
+    double bottleneck_bytes_per_s{};  // most that the endpoint delivered over all links (BottleneckMeter); 0 if unknown
 };
 
 // State of the link at the moment a packet left; the link keeps it with the packet number.
@@ -38,10 +37,10 @@ struct SendStamp {
 class DeliveryMeter {
 public:
     [[nodiscard]] SendStamp on_send(std::uint64_t in_flight_bytes_before, Nanos now);
-    // Nothing is left to send: packets are marked until what is in flight now has been delivered.
+    // Nothing is left to send: packets are marked as app-limited until what is in flight now has been delivered.
     void on_app_limited(std::uint64_t in_flight_bytes) { limited_until_ = delivered_ + in_flight_bytes; }
-    // `newest` belongs to the newest packet the report names, `held` is the time the receiver kept that packet before it
-    // reported. Returns bytes per second, 0 when the interval is too short to tell.
+    // `newest` belongs to the newest packet the report names, `held` is the time the receiver kept that packet before
+    // it reported. Returns bytes per second, 0 when the interval is too short to tell.
     [[nodiscard]] double on_report(const SendStamp& newest, std::uint64_t newly_delivered_bytes, Nanos held, Nanos now);
 
 private:
@@ -49,7 +48,8 @@ private:
     Nanos delivered_at_{}, first_sent_at_{};
 };
 
-// The most that all links of an endpoint deliver together: the speed of its line, or that of some seconds ago.
+// The most that all links of an endpoint deliver together: the rate of its bottleneck, possibly that of some seconds
+// ago.
 class BottleneckMeter {
 public:
     explicit BottleneckMeter(Nanos now) : since_(now) {}

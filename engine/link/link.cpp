@@ -8,9 +8,10 @@ namespace {
 
 constexpr double loss_memory_bytes = 256 << 10;
 constexpr unsigned many_probes = 32;   // without an answer: the gap between probes doubles
-constexpr unsigned early_probes = 16;  // so many follow each other closely on every link
+constexpr unsigned early_probes = 16;  // as many are sent in quick succession on every link
 constexpr Nanos least_probe_gap = millisecond / 2;
-// So much may leave while nothing is answered: longer than bursts of losses are, and little to send into an outage.
+// Bytes that may be sent while nothing is acknowledged: more than a burst of losses takes, yet little to send into an
+// outage.
 constexpr std::uint64_t most_unanswered_bytes = 768 << 10;
 
 }  // namespace
@@ -18,7 +19,7 @@ constexpr std::uint64_t most_unanswered_bytes = 768 << 10;
 std::uint64_t Outbound::depart(Flight flight, Nanos now) {
     // Only a peer that never reports lets flights pile up to the bound; data stops well below it.
     if (flights_in_use() >= max_flights) forget_oldest();
-    if (flights_in_use() >= ring_.size()) retire();  // notes need no answer, so no report retires them
+    if (flights_in_use() >= ring_.size()) retire();  // membership messages need no answer, so no report retires them
     if (flights_in_use() >= ring_.size()) grow();
     if (flight.settled) {
         flight.bytes = 0;
@@ -40,25 +41,26 @@ Nanos Outbound::probe_timeout() const {
 }
 
 Nanos Outbound::ack_overdue_at() const {
-    // Before anything was answered, nobody knows how slow the path is.
+    // Before the first answer, the round trip is unknown.
     if (in_flight_bytes_ == 0 || smooth_rtt_ == 0 || unanswered_bytes_ >= most_unanswered_bytes) return never;
     return waiting_since_ + probe_timeout();
 }
 
 Nanos Outbound::probe_at() const {
     if (in_flight_bytes_ == 0) return never;
-    // Numbers are running out: what is in flight must be given up, however often something else is sent meanwhile.
+    // Numbers are running out: what is in flight must be declared lost, however often something else is sent meanwhile.
     if (out_of_numbers()) return waiting_since_ + probe_timeout();
-    // Probes follow each other closely at first, and for longer on a link that loses much: a burst of losses that counts
-    // datagrams ends only if some are sent, and one that counts time is over soon. Before the first answer nobody knows how
-    // long one takes, so the first probe leaves early, too.
+    // Probes follow each other closely at first, and for longer on a link that loses much: a burst of losses that
+    // counts datagrams ends only if some are sent, and one that counts time is over soon. Before the first answer the
+    // round trip is unknown, so the first probe is sent early, too.
     const bool close = probes_ > 0 && (lossy() || probes_ < early_probes);
     const bool unknown = smooth_rtt_ == 0;
     const unsigned doublings = unknown || probes_quickly_ ? 0 : std::min(probes_, 3U);
     const Nanos gap = close                     ? std::max(probe_timeout() / (unknown ? 8 : 4), least_probe_gap)
                       : unknown && probes_ == 0 ? probe_timeout() / 4
                                                 : probe_timeout() << doublings;
-    // A peer that has not answered for long is away: it is asked less and less, at least once a second.
+    // A peer that has not answered for long is unreachable: it is probed less and less often, but at least once a
+    // second.
     const Nanos longest = std::clamp(8 * probe_timeout(), second / 2, second);
     return active_at_ + std::min(gap << std::min(probes_ / many_probes, 16U), longest);
 }
@@ -82,7 +84,7 @@ void Outbound::forget_oldest() {
 Nanos Outbound::time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, Nanos now) {
     const Nanos trip = std::max<Nanos>(now - sent_at - held, 1);
     sample_rtt(trip);
-    // Reports may wait in queues that others fill. Our rate only affects the way out, so queueing is measured there: its
+    // Reports may wait in queues on the way back. Our rate only affects the way out, so queueing is measured there: the
     // one-way time minus the least one-way time. The offset between the two clocks cancels.
     const std::uint32_t raw_us = arrived_us - static_cast<std::uint32_t>(sent_at / microsecond);
     way_us_ +=

@@ -1,7 +1,8 @@
-// The link between two endpoints: packet numbers, datagrams in flight, datagrams that arrived, the round trip.
+// The link to one peer: packet numbers, acknowledgement, loss detection, datagrams in flight, round trip, replay
+// window.
 //
 // Every datagram on a link has its own number, never used twice. A receiver reports which numbers arrived; the sender
-// knows what each number carried and so knows what was lost, without guessing from timers of the whole message.
+// knows what each number carried and so which data to retransmit, without a timer for the whole message.
 #pragma once
 
 #include <algorithm>
@@ -19,23 +20,23 @@
 
 namespace storm {
 
-// What one numbered datagram carried, kept until its fate is known.
+// What one numbered datagram carried, kept until it is acknowledged or lost.
 struct Flight {
     SendStamp stamp{};
     std::uint32_t bytes{};
     Kind kind{};
     std::uint8_t flags{};
     bool settled{};     // it arrived or is counted as lost
-    bool lost{};        // it is counted as lost, though it may still turn out to have been late
-    bool more{};        // a piece of a chunk that others follow: the last piece stands for the chunk
+    bool lost{};        // it is counted as lost, but may still arrive late
+    bool more{};        // a piece of a chunk that others follow: the last piece represents the chunk
     SlotRef message{};  // the outgoing message, for data
     std::uint32_t chunk{};
-    std::uint32_t channel{}, seq{};  // for control datagrams that are sent again when lost
+    std::uint32_t channel{}, seq{};  // for control datagrams that are retransmitted
     FailureCause failure_cause{};
-    std::uint32_t challenge{};  // it went to an address in question: see routes.hpp
+    std::uint32_t challenge{};  // path challenge: it went to an unvalidated address, see routes.hpp
 };
 
-// The minimum of the last ten to twenty seconds. Older values count no more: routes change, and clocks drift apart.
+// The minimum of the last ten to twenty seconds. Older values are dropped: routes change, and clocks drift apart.
 class RecentMin {
 public:
     Nanos add(Nanos value, Nanos now) {
@@ -63,14 +64,14 @@ public:
     static constexpr std::uint64_t reorder_limit = 8;
     // A lost number is remembered until so many later ones were sent, in case it was only late.
     static constexpr std::uint64_t late_limit = 512;
-    // A probe says again what so many of the latest datagrams said.
+    // A probe retransmits up to this many of the latest datagrams.
     static constexpr std::uint64_t probe_reach = 64;
 
     explicit Outbound(std::uint64_t credit_bytes, Nanos now) : credit_bytes_(credit_bytes), active_at_(now) {}
 
-    // Records a departing datagram and returns its number.
+    // Records a datagram that is sent and returns its number.
     std::uint64_t depart(Flight flight, Nanos now);
-    // Takes a report; settled flights go to `acked(flight)` or `lost(flight)`.
+    // Processes an acknowledgement report; settled flights go to `acked(flight)` or `lost(flight)`.
     template <class Acked, class Lost>
     void settle(const Report& report, Nanos now, Acked&& acked, Lost&& lost);
     // Calls `lost(flight)` for each flight whose time threshold has passed.
@@ -79,14 +80,14 @@ public:
     // Calls `lost(flight)` for everything in flight.
     template <class Lost>
     void mark_all_lost(Lost&& lost);
-    // Whether so much is in flight without an answer that flights would soon be forgotten: `forget_all` then.
+    // True if so much is in flight without an answer that flights would soon be forgotten: call `forget_all` then.
     [[nodiscard]] bool out_of_numbers() const { return flights_in_use() >= max_data_flights; }
-    // Calls `lost(flight)` for everything in flight, and forgets it: if it arrives after all, nobody hears of it.
+    // Calls `lost(flight)` for everything in flight, and forgets it: a later acknowledgement of it is ignored.
     template <class Lost>
     void forget_all(Lost&& lost);
-    // Probes follow each other without growing pauses: another path may do what this one does not.
+    // Probes are sent without growing pauses: another path may work where this one does not.
     void probe_quickly() { probes_quickly_ = true; }
-    // A datagram came from the peer, so it lives: the next probe need not wait long.
+    // A datagram arrived from the peer, so it is alive: the next probe need not wait long.
     void on_received() { probes_ = std::min(probes_, 2U); }
 
     [[nodiscard]] bool window_open(std::size_t bytes) const {
@@ -98,26 +99,29 @@ public:
     }
     [[nodiscard]] std::uint64_t flights_in_use() const { return next_ - base_; }
     [[nodiscard]] std::uint64_t in_flight_bytes() const { return in_flight_bytes_; }
-    // Whether answers are overdue. A burst of losses takes whole windows: whoever waited for answers to what it took would
-    // fall silent within the burst. So windows do not count in the dark, up to a bound, as nobody may answer at all.
+    // True if acknowledgements are overdue. A burst of losses takes whole windows: a sender that waited for their
+    // acknowledgement would stall within the burst. So while acknowledgements are overdue, windows do not hold it back,
+    // up to a bound, as the peer may be unreachable.
     [[nodiscard]] bool ack_overdue(Nanos now) const { return now >= ack_overdue_at(); }
-    // When it gets dark if no answer comes; `never` if nothing is in flight, or so much that the bound is reached.
+    // When acknowledgements become overdue if none arrives; `never` if nothing is in flight, or so much that the bound
+    // is reached.
     [[nodiscard]] Nanos ack_overdue_at() const;
     [[nodiscard]] Nanos smooth_rtt() const { return smooth_rtt_; }
     [[nodiscard]] Delivery last_delivery() const { return delivery_; }
-    // When to probe because no report came for what is in flight; `never` when nothing is in flight.
+    // When to probe because what is in flight was not acknowledged; `never` when nothing is in flight.
     [[nodiscard]] Nanos probe_at() const;
     // Since when nothing was acknowledged, if something is in flight.
     [[nodiscard]] Nanos waiting_since() const { return waiting_since_; }
     [[nodiscard]] Nanos loss_at() const { return loss_at_; }
     void probed(Nanos now);
-    // Calls `again(flight)` for the latest datagrams whose fate is not known.
+    // Calls `again(flight)` for the latest datagrams that are neither acknowledged nor lost.
     template <class Again>
     void each_unanswered(Again&& again) const;
-    [[nodiscard]] unsigned probes() const { return probes_; }  // without an answer, since the peer last reported
+    [[nodiscard]] unsigned probes() const { return probes_; }  // unanswered, since the peer last reported
     // How long to wait for an answer before acting: the round trip and its variation.
     [[nodiscard]] Nanos probe_timeout() const;
-    // Whether so much is lost (more than one in fifty of the latest datagrams) that urgent datagrams should be sent twice.
+    // True if so much is lost (more than one in fifty of the latest datagrams) that urgent datagrams should be sent
+    // twice.
     [[nodiscard]] bool lossy() const { return loss() > 0.02; }
     // Between two bursts of losses, the latest hundreds of datagrams show none: what thousands lost counts as well.
     [[nodiscard]] double loss() const {
@@ -132,7 +136,8 @@ private:
     Flight& at(std::uint64_t number) { return ring_[number & (ring_.size() - 1)]; }
     [[nodiscard]] const Flight& at(std::uint64_t number) const { return ring_[number & (ring_.size() - 1)]; }
     void grow();
-    // Learns the round trip. Returns the one that rate control should use, which counts the delay on the way out only.
+    // Takes a sample of the round trip. Returns the one for congestion control, which counts queueing on the way out
+    // only.
     Nanos time_trip(Nanos sent_at, Nanos held, std::uint32_t arrived_us, Nanos now);
     void sample_rtt(Nanos rtt);
     void sample_loss(std::uint64_t arrived, std::uint64_t lost);
@@ -141,7 +146,8 @@ private:
     template <class Lost>
     void detect(Nanos now, Lost&& lost);
 
-    // Grows as needed: with a thousand peers, most of which send little, their rings take most of the memory of an endpoint.
+    // Grows as needed: with a thousand peers, most of which send little, their rings take most of the memory of an
+    // endpoint.
     std::vector<Flight> ring_ = std::vector<Flight>(8);
     std::uint64_t base_{1}, next_{1};  // numbers in [base_, next_) are in the ring; 0 is no number
     std::uint64_t largest_acked_{};
@@ -152,7 +158,7 @@ private:
     DeliveryMeter meter_;
     PacketTrain train_;
     Nanos smooth_rtt_{}, rtt_variation_{}, latest_rtt_{};
-    Nanos active_at_;                   // last departure or progress
+    Nanos active_at_;                   // last transmission or progress
     RecentMin least_trip_, least_way_;  // least round trip; least one-way time, by two clocks with an unknown offset
     Nanos way_us_{};
     Nanos loss_at_{never};
@@ -174,29 +180,29 @@ public:
     void set_most_words(std::size_t words) { most_words_ = std::min(words, Report::max_words); }
 
     [[nodiscard]] std::uint64_t largest() const { return largest_; }
-    // Whether the number was seen already or is too old to tell.
+    // True if the number is a duplicate, or too old to tell.
     [[nodiscard]] bool seen(std::uint64_t number) const;
     // `elicits`: whether the datagram calls for a report; reports themselves do not.
     void arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now) {
         arrive(number, bytes, elicits, now, now);
     }
-    // `arrived_at`: when it came to this machine, up to which its delay counts.
+    // `arrived_at`: when it arrived at this machine; its delay counts up to then.
     void arrive(std::uint64_t number, std::size_t bytes, bool elicits, Nanos now, Nanos arrived_at);
     // A report is due at once, in so many copies.
     void report_now(unsigned copies = 1) { urgent_ = std::max(urgent_, copies); }
     // Whether something arrived that was not reported.
     [[nodiscard]] bool has_unreported() const { return unreported_bytes_ > 0; }
-    // How many copies of the next report are asked for; 0 if it may wait.
+    // How many copies of the next report were requested; 0 if it may wait.
     [[nodiscard]] unsigned urgent() const { return urgent_; }
-    // When the next report is due; `never` when there is nothing to say.
+    // When the next report is due; `never` when there is nothing to report.
     [[nodiscard]] Nanos report_at(std::uint64_t credit_bytes, Nanos delay) const;
-    // With `whole`, the report reaches back as far as it can; otherwise to the fourth report before it. It names no more than
-    // `most_words`.
+    // With `whole`, the report reaches back as far as it can; otherwise to the fourth report before it. It names no
+    // more than `most_words`.
     [[nodiscard]] Report make_report(std::uint64_t credit_bytes, std::uint32_t overflow, Nanos now, bool whole = false,
                                      std::size_t most_words = Report::max_words);
     [[nodiscard]] std::size_t most_words() const { return most_words_; }
 
-    // How many of the numbers up to `largest` arrived; the rest was lost on this link.
+    // How many of the numbers up to `largest` arrived; the rest were lost on this link.
     [[nodiscard]] std::uint64_t arrived() const { return arrived_; }
 
 private:
@@ -210,14 +216,14 @@ private:
     std::uint64_t unreported_bytes_{};
     Nanos unreported_since_{never};
     unsigned urgent_{};
-    // Reports overlap so that one lost report loses no knowledge: each reaches back to the fourth before it.
+    // Reports overlap, so that a lost report loses no information: each reaches back to the fourth before it.
     std::array<std::uint64_t, 4> reported_{};
     std::size_t reports_{};
 };
 
 template <class Acked, class Lost>
 void Outbound::settle(const Report& report, Nanos now, Acked&& acked, Lost&& lost) {
-    if (report.largest >= next_) return;  // names what was never sent
+    if (report.largest >= next_) return;  // acknowledges what was never sent
     credit_bytes_ = report.credit_bytes;
     Delivery delivery;
     SendStamp newest{};

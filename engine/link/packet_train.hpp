@@ -1,9 +1,9 @@
-// How fast the path passed the first datagrams after a silence on: their spacing on arrival shows the bottleneck's rate one
-// round trip after the start, where rates delivered per round trip would take several to grow up to it.
+// Packet-train estimate of the bottleneck's rate: the spacing on arrival of the first datagrams after a pause shows it
+// one round trip after the start, where delivery rates would take several round trips to grow up to it.
 //
-// A train is what leaves between a silence and its first answer. Reports time one datagram each by the receiver's clock, so
-// two of them tell how long the bytes between took to arrive; no clocks are compared. Several links that start together
-// share the bottleneck while their trains pass it, so each sees its own share.
+// A train is what is sent between a pause and the first answer. Reports time one datagram each by the receiver's clock,
+// so two reports show how long the bytes between them took to arrive; no clocks are compared. Several links that start
+// together share the bottleneck while their trains pass it, so each sees its own share.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ class PacketTrain {
 public:
     PacketTrain() = default;
 
-    // Fewer datagrams tell little: what one system call sends, or one interrupt delivers, has no spacing.
+    // Fewer datagrams are inconclusive: what one system call sends, or one interrupt delivers, has no spacing.
     static constexpr std::uint32_t least_datagrams = 12;
 
     // `quiet`: nothing was in flight when this datagram left.
@@ -32,7 +32,7 @@ public:
         if (quiet) *this = PacketTrain(number);
         if (!answered_) last_ = number;
     }
-    // A datagram of the link arrived. Within a report they come in rising order, the timed one last.
+    // A datagram of the link arrived. Within a report they are in rising order, the timed one last.
     void on_arrived(std::uint64_t number, std::uint32_t bytes) {
         answered_ = true;
         if (!timed_ || number < from_ || number > last_) return;
@@ -49,14 +49,14 @@ public:
             return;
         }
         const std::uint32_t took_us = arrived_us - arrived_us_;
-        if (datagrams_ < least_datagrams || took_us >> 31 != 0) return;  // too early to tell, or nonsense
+        if (datagrams_ < least_datagrams || took_us >> 31 != 0) return;  // too early to tell, or invalid
         const Nanos arriving = Nanos{took_us} * microsecond, sending = sent_at - sent_at_;
         const Nanos longer = std::max({arriving, sending, microsecond});
         seen_ = {.bytes_per_s = static_cast<double>(bytes_) * static_cast<double>(second) / static_cast<double>(longer),
                  .spread = 4 * arriving > 5 * sending};
         fresh_ = true;
     }
-    // How the train was spread on arrival, if reports have told more of it since the last call; otherwise zeros.
+    // How the train was spread on arrival, if reports have added to it since the last call; otherwise zeros.
     [[nodiscard]] Dispersion take() {
         if (!fresh_) return {};
         fresh_ = false;

@@ -1,4 +1,5 @@
-// The line of an endpoint, or one per path: all links of a path share it, so each gets as much of it as it still has to carry.
+// The bottleneck of an endpoint, or one per path. All links of a path share it, in proportion to what each still has to
+// send.
 #pragma once
 
 #include <algorithm>
@@ -16,24 +17,25 @@ public:
     SharedBottleneck(std::size_t world, Nanos now, std::size_t paths = 1)
         : meters_(paths, BottleneckMeter(now)), loads_(world) {}
 
-    // Bytes that a report says were delivered, over any link of the path. Returns the speed of the path's line in bytes per
-    // second, if known.
+    // Bytes that a report says were delivered, over any link of the path. Returns the rate of the path's bottleneck in
+    // bytes per second, if known.
     double on_report(std::uint64_t delivered_bytes, Nanos now, std::size_t path = 0) {
         return meters_[path].on_report(delivered_bytes, now);
     }
 
-    // Shares are computed anew at most once per millisecond: `begin`, then `add` for every message, then `share`.
+    // Shares are recomputed at most once per millisecond: `begin`, then `add` for every message, then `share`.
     [[nodiscard]] bool due(Nanos now) const { return now >= due_at_; }
     void begin(Nanos now) {
         due_at_ = now + millisecond;
         std::fill(loads_.begin(), loads_.end(), Load{});
     }
-    // `deadline`: how long the message was given; `never` if it has none.
+    // `deadline`: the message's time limit; `never` if it has none.
     void add(std::uint16_t peer, std::uint64_t bytes, Nanos deadline) {
         loads_[peer].bytes += bytes;
         loads_[peer].deadline = std::min(loads_[peer].deadline, deadline);
     }
-    // Calls `set(peer, share, busy, deadline)` for each of the `busy` peers that have something to send; shares add to 1.
+    // Calls `set(peer, share, busy, deadline)` for each of the `busy` peers that have something to send; shares add to
+    // 1.
     template <class Set>
     void share(Set&& set) const {
         std::uint64_t total = 0;

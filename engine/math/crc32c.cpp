@@ -145,8 +145,8 @@ STORM_FOLD_TARGET inline __m512i fold(__m512i lanes, __m512i by, __m512i onto) {
                                      0x96);  // exclusive or of all three
 }
 
-// Intel's folding: 256 bytes in flight are multiplied onto the 256 that follow; what is left at the end is 16 bytes with
-// the same remainder as the whole, and the instruction finishes them.
+// Intel's folding: 256 bytes at a time are multiplied onto the 256 that follow; what is left at the end is 16 bytes
+// with the same remainder as the whole, and the instruction finishes them.
 STORM_FOLD_TARGET std::uint32_t by_folding(Bytes bytes, std::uint32_t seed) {
     const std::byte* at = bytes.data();
     std::size_t left = bytes.size();

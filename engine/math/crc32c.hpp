@@ -1,4 +1,4 @@
-// The checksum of datagrams that are not sealed: CRC32C, as fast as the machine can compute it.
+// Checksum of datagrams that are not sealed: CRC32C, as fast as the machine can compute it.
 #pragma once
 
 #include <cstddef>

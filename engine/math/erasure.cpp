@@ -11,8 +11,8 @@
 namespace storm {
 namespace {
 
-// Adds factors x chunks to `outs`. All chunks of full length go through the field's kernels at once; a shorter one, of which
-// a message has one at most, by itself.
+// Adds factors x chunks to `outs`. All chunks of full length go through the field's kernels at once. A shorter one, of
+// which a message has at most one, is added separately.
 void add_products(std::span<const std::span<const std::byte>> chunks, std::span<const std::size_t> columns,
                   std::span<const std::size_t> rows, std::span<std::byte* const> outs, std::size_t bytes, bool fresh) {
     std::vector<const std::byte*> sources;
@@ -37,8 +37,8 @@ void add_products(std::span<const std::span<const std::byte>> chunks, std::span<
     }
 }
 
-// Gauss and Jordan: turns a square part of the Cauchy matrix, [row][column], into its inverse. No pivot is ever zero, as all
-// leading parts of a Cauchy matrix can be inverted too.
+// Gauss and Jordan: turns a square part of the Cauchy matrix, [row][column], into its inverse. No pivot is ever zero,
+// as all leading parts of a Cauchy matrix can be inverted too.
 std::vector<std::uint8_t> inverted(std::span<const std::size_t> rows, std::span<const std::size_t> columns) {
     const std::size_t size = rows.size();
     std::vector<std::uint8_t> left(size * size), right(size * size);

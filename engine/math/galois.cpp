@@ -8,7 +8,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own header begins some intrinsics with a value that is meant to be undefined, and then warns of it.
+// GCC 12's own header starts some intrinsics with a deliberately undefined value, and then warns of it.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #elif defined(__aarch64__)
@@ -45,8 +45,8 @@ constexpr Logarithms logarithms = [] {
     return made;
 }();
 
-// For each factor, its products with the 16 values of a byte's low half and with those of its high half. The product with
-// a whole byte is the sum of one entry of each.
+// For each factor, its products with the 16 values of a byte's low half and with those of its high half. The product
+// with a whole byte is the sum of one entry of each.
 struct Nibbles {
     alignas(32) std::array<std::array<std::uint8_t, 32>, 256> of{};
 };
@@ -64,7 +64,8 @@ constexpr Nibbles nibbles = [] {
 using Sources = const std::byte* const*;
 using Outs = std::byte* const*;
 
-// Outs are rows of factors. `count_of` calls the kernel for as many outs as there are, so that each has registers of its own.
+// Outs are rows of factors. `count_of` calls the kernel for as many outs as there are, so that each has registers of
+// its own.
 template <template <std::size_t> class Kernel, std::size_t... sizes>
 void by_count(std::index_sequence<sizes...>, Sources sources, std::size_t count, Outs outs, std::size_t out_count,
               const std::uint8_t* factors, std::size_t bytes, bool fresh) {
@@ -316,7 +317,7 @@ void galois_sums(const GaloisVersion& version, std::span<const std::byte* const>
     }
     const std::size_t rest = bytes - whole;
     if (rest == 0) return;
-    // What does not fill a column is copied to where it may be read and written as one.
+    // The rest, which does not fill a column, is copied to buffers of one column each.
     constexpr std::size_t widest = 64;
     alignas(64) std::array<std::byte, max_galois_sources * widest> padded;
     alignas(64) std::array<std::byte, 8 * widest> result;

@@ -10,17 +10,17 @@
 namespace storm {
 
 [[nodiscard]] std::uint8_t galois_product(std::uint8_t a, std::uint8_t b);
-// The element whose product with `a` is one; of zero, which has none, zero.
+// The multiplicative inverse of `a`; zero for zero, which has none.
 [[nodiscard]] std::uint8_t galois_inverse(std::uint8_t a);
 
-// outs[o][i] ^= sum over s of factors[o * sources.size() + s] * sources[s][i], for all i below `bytes`; with `fresh`, outs
-// are overwritten instead. Every source is read once for several outs. Buffers start at any address; at most
+// outs[o][i] ^= sum over s of factors[o * sources.size() + s] * sources[s][i], for all i below `bytes`; with `fresh`,
+// outs are overwritten instead. Every source is read once for several outs. Buffers start at any address; at most
 // `max_galois_sources` sources, and no out may overlap a source or another out.
 inline constexpr std::size_t max_galois_sources = 256;
 void galois_sums(std::span<const std::byte* const> sources, std::span<std::byte* const> outs,
                  std::span<const std::uint8_t> factors, std::size_t bytes, bool fresh);
 
-// Every version of `galois_sums` that this machine can run, fastest first: the first is in use. For tests and benchmarks.
+// Every version of `galois_sums` that this machine can run, fastest first; the first is used. For tests and benchmarks.
 struct GaloisVersion {
     const char* name;
     std::size_t column;        // bytes of a buffer that are computed at once; what is left over is padded to this

@@ -15,11 +15,11 @@
 #include <immintrin.h>
 #endif
 
-// Every loop is written once, forced inline into one function for each instruction set, and vectorised there. A table chooses
-// the set, not ifuncs (target_clones): those run before a sanitizer has started, and crash.
+// Every loop is written once, forced inline into one function for each instruction set, and vectorised there. A table
+// chooses the set, not ifuncs (target_clones): those run before a sanitizer has started, and crash.
 //
-// Results are the same bits for every set, and whether or not the compiler contracts a * b + c into one rounding (GCC does by
-// default): no product here ever meets a sum after it. Keep it so.
+// Results are the same bits for every set, and whether or not the compiler contracts a * b + c into one rounding (GCC
+// does by default): no product here is ever followed by a sum. Keep it so.
 #if defined(__FAST_MATH__)
 #error "-ffast-math changes the order of sums and forgets NaN: ranks would disagree"
 #endif
@@ -122,8 +122,8 @@ STORM_INLINE const std::byte* raw(const float* values) { return reinterpret_cast
 
 // ---- passes: one sweep over some elements ----
 
-// out[i] = round((in[0][i] + in[1][i] + ...) / divisor), summed from the left; all inputs but the first are Rest. Where the
-// caller writes 1.0F, the compiler leaves the division out.
+// out[i] = round((in[0][i] + in[1][i] + ...) / divisor), summed from the left; all inputs but the first are Rest. Where
+// the caller writes 1.0F, the compiler leaves the division out.
 template <std::size_t count, class First, class Rest, class Out>
 STORM_INLINE void sum_of(const std::byte* const* inputs, std::size_t elements, float divisor, std::byte* out) {
     std::array<const std::byte*, count> in;
@@ -295,7 +295,7 @@ const Passes& passes(const Kernels& set, Dtype dtype) {
     if (dtype == Dtype::bfloat16) return set.bfloat16;
     if (dtype == Dtype::float16) return set.float16;
     throw std::invalid_argument("dtype " + std::to_string(static_cast<int>(dtype)) +
-                                " has no arithmetic: it can be placed but not summed");
+                                " has no arithmetic: it can be copied but not summed");
 }
 
 // Partial sums are kept in blocks of this many elements, which stay in the nearest cache.
@@ -416,7 +416,7 @@ void copy_streaming(std::byte* to, const std::byte* from, std::size_t bytes, boo
             auto* out = reinterpret_cast<__m128i*>(to);
             for (int k = 0; k < 4; ++k) _mm_stream_si128(out + k, _mm_loadu_si128(in + k));
         }
-        _mm_sfence();  // other threads must see the data before they see the news of it
+        _mm_sfence();  // other threads must see the data before the flag that announces it
     }
 #else
     (void)large;

@@ -53,7 +53,7 @@ void Reduction::contribute(std::uint32_t contributor, std::uint32_t chunk, std::
             break;
         }
         case Reduce::in_order:
-            // The contribution whose turn it is is summed straight from the receive buffer; others are copied to blocks.
+            // The next contribution in order is summed straight from the receive buffer; others are copied to blocks.
             if (is_next(chunk, contributor) || pending_[chunk] == 1) {
                 fold(chunk, contributor, payload.data());
             } else if (!payload.empty()) {
@@ -95,7 +95,7 @@ void Reduction::finish(std::uint32_t chunk) {
 }
 
 bool Reduction::is_next(std::uint32_t chunk, std::uint32_t contributor) const {
-    // A sum of 16-bit values is rounded once, at the end, so its terms are kept until all have come.
+    // A sum of 16-bit values is rounded once, at the end, so its terms are kept until all have arrived.
     if (spec_.wire != Dtype::float32) return false;
     const std::uint32_t terms = sums_[chunk].terms, own = spec_.own_position;
     // Our own term is always present.
@@ -103,7 +103,8 @@ bool Reduction::is_next(std::uint32_t chunk, std::uint32_t contributor) const {
     return next == (contributor < own ? contributor : contributor + 1);
 }
 
-// Adds all terms up to the first that is missing. `payload`: the contribution that has just come; null if there is none.
+// Adds all terms up to the first that is missing. `payload`: the contribution that has just arrived; null if there is
+// none.
 void Reduction::fold(std::uint32_t chunk, std::uint32_t contributor, const std::byte* payload) {
     const std::size_t count = elements(chunk);
     if (count == 0) return;
@@ -145,7 +146,7 @@ void Reduction::fold(std::uint32_t chunk, std::uint32_t contributor, const std::
 float Reduction::divisor(std::uint32_t count) const {
     const auto copies = static_cast<float>(count);
     if (spec_.average) return copies;
-    // An exact sum lacks only ranks that are no longer members: it is the sum of those that are.
+    // An exact sum lacks only ranks that are no longer members: it is the sum over the members.
     return spec_.mode == Reduce::in_order ? 1.0F : copies / static_cast<float>(contributors_ + 1);
 }
 

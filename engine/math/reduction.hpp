@@ -1,7 +1,7 @@
-// One rank's shard, reduced from every rank's contribution, chunk by chunk.
+// Reduction of one rank's shard, as in reduce-scatter: every rank's contribution, summed chunk by chunk.
 //
-// A chunk is final when each contributor's copy of it has arrived or been given up. Final chunks are listed in the order
-// they became final, so that a second stage can send them on while others are still on their way.
+// A chunk is final when each contributor's copy of it has arrived or was marked missing. Final chunks are listed in the
+// order they became final, so that a second stage can send them on while others are still in flight.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ namespace storm {
 
 enum class Reduce : std::uint8_t {
     in_order,  // exact: the sum in the order of the contributors, whatever arrived first
-    arrived,   // lossy: add as they come; the mean is over what arrived
+    arrived,   // lossy: add as they arrive; the mean is over what arrived
     copy       // one contributor, nothing of our own: its bytes
 };
 
@@ -28,7 +28,7 @@ struct ReductionSpec {
     const std::byte* own{};        // our own contribution; null in `copy`
     std::byte* out{};              // where the result goes; may be `own`
     std::uint64_t bytes{};         // of the shard, as on the wire
-    std::uint32_t own_position{};  // how many contributors come before us in the order of summation
+    std::uint32_t own_position{};  // how many contributors precede us in the order of summation
     bool average{};            // the mean; else the sum (`arrived`: where some are missing, the mean times the world)
     std::uint64_t seed{};      // int8 and int4: chooses the grids of the result
     std::uint64_t elements{};  // of the shard, as an odd number fills but half of int4's last byte; 0: all in `bytes`
@@ -44,7 +44,8 @@ public:
     // Each (contributor, chunk) is settled once, by one of these two.
     void contribute(std::uint32_t contributor, std::uint32_t chunk, std::span<const std::byte> payload);
     void mark_missing(std::uint32_t contributor, std::uint32_t chunk);
-    // Whether a contribution would be added up at once if those before it had come, and now has to be kept until they have.
+    // True if a contribution is out of order: it must be kept until those before it have arrived, and would else be
+    // added at once.
     [[nodiscard]] bool early(std::uint32_t contributor, std::uint32_t chunk) const {
         // 16-bit terms are kept in any case: see `is_next`.
         return spec_.mode == Reduce::in_order && spec_.wire == Dtype::float32 && pending_[chunk] > 1 &&
@@ -77,15 +78,15 @@ private:
     BlockPool& blocks_;
     std::vector<std::uint16_t> pending_;  // contributors not settled yet, per chunk
     std::vector<std::uint16_t> count_;    // copies in the sum, per chunk
-    // in_order: how many terms of a chunk are summed so far. The sum lies in a block until our own contribution is in it,
-    // and then in `out`, which may be the memory of that contribution.
+    // in_order: how many terms of a chunk are summed so far. The sum lies in a block until our own contribution is in
+    // it, and then in `out`, which may be the memory of that contribution.
     struct Sum {
         std::uint32_t terms{};
         std::unique_ptr<std::byte[]> early;
     };
     std::vector<Sum> sums_;
-    std::vector<std::unique_ptr<std::byte[]>> waiting_;  // copies that came before their turn, [chunk][contributor]
-    std::vector<bool> missing_;                          // those that will not come; empty as long as there are none
+    std::vector<std::unique_ptr<std::byte[]>> waiting_;  // copies that arrived out of order, [chunk][contributor]
+    std::vector<bool> missing_;                          // those that will not arrive; empty as long as there are none
     std::unique_ptr<float[]> wide_sum_;                  // arrived: float32 sums where `out` is narrower
     std::vector<const std::byte*> inputs_;
     std::vector<std::uint32_t> final_;

@@ -1,4 +1,4 @@
-// Addresses of sockets, and what the interface that owns one carries.
+// Socket addresses, and the MTU of the interface that owns one.
 #pragma once
 
 #include <netinet/in.h>

@@ -7,16 +7,16 @@
 namespace storm {
 namespace {
 
-// UDP payloads of usual MTUs, with IPv6's headers taken off: 1200 (QUIC's least), 1280 (IPv6's least), 1420 (WireGuard),
-// 1492 (PPPoE), 1500, 9000, and steps between.
+// UDP payloads of usual MTUs, with IPv6's headers taken off: 1200 (QUIC's least), 1280 (IPv6's least), 1420
+// (WireGuard), 1492 (PPPoE), 1500, 9000, and steps between.
 constexpr std::array<std::size_t, 12> usual{512, 768, 1024, 1152, 1232, 1372, 1444, 2000, 4048, 8952, 16'336, 32'720};
 // Start a search after `many_lost` losses in a row, or after `some_lost` that span `a_while`.
 constexpr std::uint32_t many_lost = 16, some_lost = 2;
 constexpr Nanos a_while = 250 * millisecond, forgotten = second;
-// A search ends without a finding after so many rounds. Further losses start another.
+// A search ends without a result after so many rounds. Further losses start another.
 constexpr unsigned most_rounds = 8;
-// The path counts as narrower when the losses have a probability below e^-12 (about 1 in 160,000) of being chance. A wrong
-// finding does not last: larger sizes are tried again soon.
+// The path counts as narrower when the losses have a probability below e^-12 (about 1 in 160,000) of being chance. A
+// wrong result does not last: larger sizes are tried again soon.
 constexpr double certainty = 12.0;
 // Probes of the smallest and of the largest size per round, to compare the two.
 constexpr std::size_t copies = 3;
@@ -56,12 +56,12 @@ void PathMtu::on_acked(std::size_t bytes, Nanos sent_at) {
 }
 
 void PathMtu::on_lost(std::size_t bytes, Nanos sent_at, Nanos now) {
-    // A datagram above the current size was a probe for a larger one: its loss is no news.
+    // A datagram above the current size was a probe for a larger one: its loss says nothing new.
     if (bytes <= least_ || bytes > bytes_) return;
     if (bytes <= passed_bytes_ && sent_at <= passed_at_) return;
     if (lost_ > 0 && bytes < lost_bytes_) {
         if (now - lost_at_ < forgotten) return;
-        lost_ = 0;  // nobody sends the larger ones any more
+        lost_ = 0;  // the larger ones are not sent any more
     }
     if (lost_++ == 0) lost_since_ = now;
     lost_at_ = now;
@@ -146,8 +146,8 @@ void PathMtu::settle() {
     send_at_ = judge_at_ = never;
 }
 
-// Whether chance may explain that all large probes were lost. Fisher's exact test: if size made no difference, how likely is
-// it that only small probes arrived? Data does not count, as a chunk in pieces is lost with any one of them.
+// Whether chance may explain that all large probes were lost. Fisher's exact test: if size made no difference, how
+// likely is it that only small probes arrived? Data does not count, as a chunk in pieces is lost with any one of them.
 bool PathMtu::chance_explains() const {
     if (best_ < least_ || best_ >= lost_bytes_) return true;
     std::uint32_t small = 0, arrived = 0, large = 0;

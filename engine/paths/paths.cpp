@@ -12,7 +12,7 @@ std::size_t report_words(std::size_t datagram_bytes) {
     return (datagram_bytes - header_bytes - tag_bytes - Report::fixed_bytes) / 8;
 }
 
-// So many times its patience a path may leave everything unanswered.
+// A path may leave everything unanswered for this many probe timeouts.
 constexpr Nanos most_probe_timeouts = 3;
 
 }  // namespace
@@ -82,7 +82,7 @@ Links::Order Links::order(Nanos now) const {
         if (!link.down) found.paths[found.count++] = link.index;
     }
     if (found.count < 2) return found;
-    // With the number as the last key: a stable sort would ask for memory, at every batch.
+    // With the number as the last key: a stable sort would allocate memory at every batch.
     std::array<std::tuple<bool, Nanos, std::uint8_t>, most_paths> keys{};
     for (const std::uint8_t path : found) {
         const Nanos trip = all_[path].out.smooth_rtt();

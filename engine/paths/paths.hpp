@@ -1,9 +1,10 @@
-// The paths to one peer: pairs of interfaces, ours and its, of which each has packet numbers, a rate and a size of its own.
+// Multipath: the paths to one peer. A path is a pair of interfaces, ours and the peer's, with its own packet numbers,
+// rate and MTU.
 //
-// Whatever waits for the peer goes over any path that has room for it, so chunks are divided by what paths carry, and what
-// one path lost may be sent again over another. A path that answers nothing while another does is down: what is in flight on
-// it goes over the others, and it is only asked from time to time whether it is there again. With one path, nothing of this
-// ever happens.
+// Data for the peer is sent over any path with capacity, so each path gets chunks in proportion to its rate, and a
+// chunk that one path lost may be retransmitted over another. A path that answers nothing while another does is down:
+// what is in flight on it is retransmitted over the others, and it is only probed from time to time. With one path,
+// none of this happens.
 #pragma once
 
 #include <array>
@@ -22,14 +23,14 @@
 
 namespace storm {
 
-// A path takes the place of a rank's number in the header: see `Core::source`.
+// The header's source identifies rank and path: see `Core::source`.
 inline constexpr std::size_t most_paths = 4;
 
 // One path to a peer.
 struct Link {
     // How long a path whose round trip is not known may take to answer.
     static constexpr Nanos unknown_rtt_timeout = 300 * millisecond;
-    // A path that is down is asked at once, then less and less.
+    // A path that is down is probed at once, then less and less often.
     static constexpr Nanos longest_probe_interval = second / 2;
 
     Link(std::uint8_t path_index, std::uint64_t credit_bytes, const RateControl& its_rate, const PathMtu& its_path,
@@ -39,17 +40,17 @@ struct Link {
     void fit_reports(std::size_t datagram_bytes);
     // How long a report may wait for more to report.
     [[nodiscard]] Nanos report_delay() const;
-    // How a chunk travels: whole as one piece, or in several where the path carries less. `seal_bytes`: what sealing adds to
-    // a datagram.
+    // How a chunk is sent: whole as one piece, or in several where the path carries less. `seal_bytes`: what sealing
+    // adds to a datagram.
     [[nodiscard]] PieceLayout layout(std::size_t chunk_bytes, std::size_t seal_bytes) const;
-    // When to ask whether the path still answers, or answers again.
+    // When to probe whether the path still answers, or answers again.
     [[nodiscard]] Nanos probe_at() const { return down ? probe_due_at : out.probe_at(); }
     // Whether answers are overdue.
     [[nodiscard]] bool suspect(Nanos now) const { return out.probes() > 0 || out.ack_overdue(now); }
     // Whether nothing was answered for so long that the path is dead, if another one answers.
     [[nodiscard]] bool unanswered(Nanos now) const;
     void mark_down(Nanos now);
-    // A path that is down was asked once more.
+    // A path that is down was probed once more.
     void on_probe_sent(Nanos now);
     // Something that was sent over it has arrived.
     void on_answer(Nanos now);
@@ -65,19 +66,19 @@ struct Link {
     Replies replies;  // since the driver last took them
     bool down{};
     bool asks{};                // a ping is to be sent over this very path
-    Nanos probe_due_at{never};  // when to ask again, while it is down
+    Nanos probe_due_at{never};  // when to probe again, while it is down
     Nanos probe_interval{};     // and how long after that
-    Nanos answered_at{};        // when the latest answer came
+    Nanos answered_at{};        // when the latest answer arrived
     std::uint64_t bytes_sent{}, bytes_received{};
-    std::uint32_t outages{};  // how often it fell
+    std::uint32_t outages{};  // how often it went down
 };
 
-// What can be told of a path.
+// Reported state of a path.
 struct PathHealth {
     bool up{};
     Nanos round_trip{};
     double loss{};         // of what the peer sent over it
-    double bytes_per_s{};  // that it is thought to carry to the peer
+    double bytes_per_s{};  // estimated rate to the peer
     std::uint64_t bytes_sent{}, bytes_received{};
     std::uint32_t outages{};
 };
@@ -108,27 +109,27 @@ public:
     [[nodiscard]] Order order(Nanos now) const;
     // Whether another path has answered since this one's answers are overdue.
     [[nodiscard]] bool survives(const Link& link) const;
-    // Whether so many bytes that wait would be there sooner if none of them took this path, but those before it in `order`.
+    // True if this many waiting bytes would arrive sooner over the paths before this one in `order` alone.
     [[nodiscard]] bool better_without(const Link& link, const Order& order, std::uint64_t waiting_bytes,
                                       Nanos now) const;
 
-    // Reports are due at once, on paths where there is something to tell and on the one that was heard last.
+    // Reports are due at once, on paths with something unreported and on the one that received last.
     void report_unreported();
     // Reports are due at once, on all paths.
     void report_now();
     void received_on(const Link& link) { last_received_ = link.index; }
 
-    // What a message meets that goes over all paths that are up: the mean of their losses, weighted by rate; the longest
-    // bursts; the sum of their rates; the longest round trip and patience.
+    // All paths that are up, as one: the mean of their losses, weighted by rate; the longest bursts; the sum of their
+    // rates; the longest round trip and probe timeout.
     [[nodiscard]] double loss() const;
     [[nodiscard]] bool lossy() const { return loss() > 0.02; }
     [[nodiscard]] double burst() const;
     [[nodiscard]] double bytes_per_s() const;
     [[nodiscard]] Nanos round_trip() const;
     [[nodiscard]] Nanos probe_timeout() const;
-    // By how much longer one path may take than another, one way.
+    // The largest difference between the one-way delays of two paths.
     [[nodiscard]] Nanos spread() const;
-    // Whether a chunk is cut into pieces on any path.
+    // True if a chunk is split into pieces on any path.
     [[nodiscard]] bool splits_chunks(std::size_t chunk_bytes, std::size_t seal_bytes) const;
 
     [[nodiscard]] std::vector<PathHealth> health() const;

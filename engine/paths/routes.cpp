@@ -38,7 +38,7 @@ bool Routes::add_candidate(std::uint16_t rank, const Address& address, Nanos now
         each.ends_at = std::max(each.ends_at, now + lasts);
         return replies;
     }
-    // Whoever can forge a datagram can name addresses without end: the oldest makes room.
+    // An attacker who can forge a datagram can name addresses without end: the oldest candidate is dropped.
     if (candidates.size() == most_candidates) candidates.erase(candidates.begin());
     candidates.push_back({.address = address,
                           .id = ++ids_ == 0 ? ++ids_ : ids_,

@@ -1,10 +1,11 @@
-// Where datagrams to each peer go, and how another address takes the place of one that no longer answers.
+// NAT traversal and connection migration: the address of each peer, and how a validated one replaces an address that no
+// longer answers.
 //
-// A rank's card names an address, which routers may make useless: a network address translator (NAT) shows others another
-// address, and may replace that one in mid-job. Better addresses come from authenticated datagrams (`heard`) and by word of
-// other ranks (`offer`). None of them is believed: pings are sent there and nowhere else, and only an answer to one of them
-// counts. While the present address answers too, the peer stays there. So somebody who repeats or forges datagrams from an
-// address of his own does not move a peer that is reached.
+// A rank's card names an address, which routers may make useless: a network address translator (NAT) shows others
+// another address, and may replace that one in mid-job. Better addresses are learned from authenticated datagrams
+// (`heard`) and from other ranks (`offer`). None of them is trusted before it is validated: a path challenge, a ping,
+// is sent there and nowhere else, and only an answer to it counts. While the present address answers too, it stays in
+// use. So an attacker who replays or forges datagrams from its own address cannot move a peer that is reachable.
 #pragma once
 
 #include <algorithm>
@@ -38,13 +39,13 @@ struct Replies {
 class Routes {
 public:
     static constexpr std::size_t most_candidates = 4;
-    // Routers forget what nobody uses after half a minute or more. More often, so that a port that has changed is noticed
-    // before its rank counts as silent.
+    // Routers drop idle NAT mappings after half a minute or more. The interval is shorter, so that a changed port is
+    // noticed before its rank counts as silent.
     static constexpr Nanos keepalive_interval = 5 * second;
 
-    // The addresses that the peers' cards name, by rank: used until others prove better.
+    // The addresses that the peers' cards name, by rank: used until others are validated.
     void assign(std::vector<Address> cards);
-    // A new process has taken the place of a peer.
+    // A new process has replaced a peer.
     void assign(std::uint16_t rank, const Address& card);
 
     // Where to send, by rank.
@@ -56,17 +57,18 @@ public:
     };
     [[nodiscard]] Route look(std::uint16_t rank) const;
 
-    // The peer may be reached at this address. If it is the present one, it is asked for an answer.
+    // The peer may be reachable at this address. If it is the present one, it is pinged.
     void offer(std::uint16_t rank, const Address& address, Nanos now);
-    // An authenticated datagram of the peer came from this address. `newest`: none of a higher number came before, as the
-    // address of one that was delayed, or held back by somebody, may be out of date. True if the peer should be answered
-    // there, too: it may be asking whether we are reached, while we do not know yet that it is there.
+    // An authenticated datagram of the peer arrived from this address. `newest`: none of a higher number arrived
+    // before, as the address of one that was delayed, perhaps by an attacker, may be out of date. True if an answer
+    // should be sent there, too: the peer may be validating its path to us before we have validated its address.
     [[nodiscard]] bool heard(std::uint16_t rank, const Address& from, bool newest, Nanos now) {
         return newest && from != present_[rank] && add_candidate(rank, from, now, observed_lifetime);
     }
     // `probe_timeout`: how long an answer of the peer may take.
     void answered(std::uint16_t rank, const Replies& replies, Nanos probe_timeout, Nanos now);
-    // Has all peers pinged from time to time, as a router translates our address. Peers at learned addresses always are.
+    // Pings all peers from time to time, as a router translates our address. Peers at learned addresses always are
+    // pinged.
     void enable_keepalive(Nanos now);
 
     struct Challenge {
@@ -74,8 +76,8 @@ public:
         std::uint32_t id{};
         Address to;
     };
-    // Calls `challenge(Challenge)` for each ping that is due to another address, `ping(rank)` for each that is due to the
-    // present one, and `moved(rank)` for each peer whose present address has changed.
+    // Calls `challenge(Challenge)` for each ping that is due to another address, `ping(rank)` for each that is due to
+    // the present one, and `moved(rank)` for each peer whose present address has changed.
     template <class Send, class Ping, class Moved>
     void tick(Nanos now, Send&& challenge, Ping&& ping, Moved&& moved);
     // When to call `tick` at the latest.
@@ -86,7 +88,7 @@ private:
     static constexpr Nanos first_pause = 20 * millisecond, longest_pause = second;
     // How long the present address may take to show that it still answers, unless the path is slower.
     static constexpr Nanos least_contest = 100 * millisecond, longest_contest = second;
-    // A peer whose present address has just shown that it answers is not asked again so soon.
+    // A peer whose present address has just shown that it answers is not probed again so soon.
     static constexpr Nanos rest = second;
     static constexpr Nanos reply_every = 10 * millisecond;
 
@@ -101,7 +103,7 @@ private:
         Address card;
         Nanos answered{};  // when the latest datagram that the present address answered was sent; 0 if it never did
         Nanos ignore_until{};
-        Nanos reply_at{};  // the earliest time of another answer to an address in question
+        Nanos reply_at{};  // the earliest time of another answer to an unvalidated address
         std::vector<Candidate> candidates{};
     };
 
@@ -133,7 +135,7 @@ void Routes::tick(Nanos now, Send&& challenge, Ping&& ping, Moved&& moved) {
             Candidate& each = candidates[at];
             const CandidateState verdict = check_candidate(rank, each, now);
             if (verdict == CandidateState::moved) {
-                // The others were candidates for the place of an address that is gone.
+                // The others were candidates to replace an address that is no longer used.
                 candidates.clear();
                 moved(rank);
                 break;

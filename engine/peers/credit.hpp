@@ -1,4 +1,5 @@
-// How much each peer may have in flight to us, so that all of them together do not overflow the socket's buffer.
+// Flow control: how many bytes each peer may have in flight to us, so that all peers together do not overflow the
+// socket's receive buffer.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +11,11 @@ namespace storm {
 
 class Credit {
 public:
-    // `buffer_bytes`: what the socket holds. `world`: ranks, with our own. All peers are there at first.
+    // `buffer_bytes`: what the socket holds. `world`: number of ranks, ours included. At first, all peers are present.
     Credit(std::size_t buffer_bytes, std::size_t world)
         : buffer_bytes_(buffer_bytes), open_messages_(world), absent_(world), peers_(world > 0 ? world - 1 : 0) {}
 
-    // A peer is there from now on, or no longer: only those that are there share.
+    // A peer joined or left. Only present peers share the buffer.
     void add_peer(std::uint16_t peer) {
         if (std::exchange(absent_[peer], 0) != 0) ++peers_;
     }
@@ -23,8 +24,8 @@ public:
     }
     [[nodiscard]] std::size_t peers() const { return peers_; }
 
-    // A message from this peer is awaited, or no longer awaited. `open` returns whether the credit of others shrinks, as
-    // this peer was not awaited before.
+    // Begins or stops awaiting a message from this peer. `open` returns true if the credit of other peers shrinks, that
+    // is, if nothing was awaited from this peer before.
     bool open(std::uint16_t peer) {
         const bool first = open_messages_[peer]++ == 0;
         if (first) ++awaited_;
@@ -33,8 +34,8 @@ public:
     void close(std::uint16_t peer) {
         if (--open_messages_[peer] == 0) --awaited_;
     }
-    // Half of the buffer is divided among all peers, a quarter among those that we await: as they finish one after the
-    // other the last ones get more, and a quarter is left for what was granted to those before.
+    // Half of the buffer is divided among all peers, and a quarter among the peers that we await: as they finish one by
+    // one, the last ones get more. The remaining quarter covers what was granted to peers that have finished.
     [[nodiscard]] std::uint64_t bytes(std::uint16_t peer) const {
         return share(open_messages_[peer] > 0 ? awaited_ : peers_);
     }
@@ -50,9 +51,9 @@ private:
 
     std::size_t buffer_bytes_;
     std::vector<std::uint32_t> open_messages_;  // by rank: messages that we await
-    std::vector<std::uint8_t> absent_;          // by rank: not there
-    std::size_t peers_;                         // that are there
-    std::size_t awaited_{};                     // peers of which we await any
+    std::vector<std::uint8_t> absent_;          // by rank: 1 if the peer is absent
+    std::size_t peers_;                         // peers that are present
+    std::size_t awaited_{};                     // peers from which we await a message
 };
 
 }  // namespace storm

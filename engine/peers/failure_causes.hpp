@@ -1,5 +1,6 @@
-// Whose fault recent errors were: the answer for peers that ask about an exchange that failed here, and what our goodbye
-// says. An error is healed, and no longer in the goodbye, once the job goes on without it.
+// Failure causes of recent errors: which rank caused each, and why. They answer peers that still send for an exchange
+// that failed here, and our goodbye carries the last one. An error is healed once the job goes on after it; then the
+// goodbye no longer names it.
 #pragma once
 
 #include <cstddef>
@@ -15,25 +16,26 @@ namespace storm {
 
 class FailureCauses {
 public:
-    // So many of the latest failed exchanges are remembered.
+    // The number of failed exchanges that are remembered: the latest ones.
     static constexpr std::size_t most = 1024;
 
-    // `silence`: how long a peer may be silent. Errors within twice that time count as one cascade.
+    // `silence`: how long a peer may be silent. Errors within twice that time count as one cascade of errors.
     FailureCauses(std::uint16_t own_rank, Nanos silence) : own_rank_(own_rank), silence_(silence) {}
 
-    // The exchange `key` ended with an error. The first error of a cascade stays the one that the goodbye names; an
-    // exchange that was closed by its own caller is remembered, but is no error.
+    // The exchange `key` ended with an error. The goodbye names the first error of a cascade. An exchange that its own
+    // caller cancelled is remembered, but does not count as an error.
     void on_failed(std::uint64_t key, Status status, FailureCause failure_cause, Nanos now);
-    // An exchange that began at `started` ended well. `culprit_received_at`: when the culprit of the last error was last
-    // heard, if it took part in the exchange. The error is healed if the exchange began after it and the culprit spoke
-    // since, or is ourselves, or the job has long gone on without it.
+    // An exchange that began at `started` succeeded. `culprit_received_at`: when something last arrived from the
+    // culprit of the last error; empty if the culprit took no part in the exchange. The error is healed if the exchange
+    // began after it, and one of these holds: something has arrived from the culprit since, the culprit is this rank,
+    // or the job has gone on without the culprit for long.
     void on_success(Nanos started, std::optional<Nanos> culprit_received_at);
 
-    // Why that exchange failed here; empty if it did not, or too long ago.
+    // Why that exchange failed here; empty if it did not fail, or failed too long ago.
     [[nodiscard]] FailureCause of(std::uint64_t key) const;
     // The last error that has not healed, if any.
     [[nodiscard]] FailureCause last() const { return last_; }
-    // Whether the last error says that this peer fell silent, and it has not spoken since.
+    // Whether the last error says that this peer fell silent, and nothing has arrived from it since.
     [[nodiscard]] bool silenced(std::uint16_t rank, Nanos last_received) const {
         return last_ == FailureCause{rank, Status::peer_silent} && last_received <= last_at_;
     }

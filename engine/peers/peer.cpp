@@ -18,10 +18,10 @@ void Peer::queue_control(const Control& what) {
     if (!left_ || repeats_goodbye || what.kind == Kind::done) controls.push(what);
 }
 
-void Peer::queue_view_message(std::vector<std::byte> note) {
+void Peer::queue_view_message(std::vector<std::byte> message) {
     if (left_) return;
     if (view_messages.size() == most_view_messages) view_messages.pop_front();
-    view_messages.push_back(std::move(note));
+    view_messages.push_back(std::move(message));
 }
 
 void Peer::on_received(Nanos now) {

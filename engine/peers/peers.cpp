@@ -51,7 +51,7 @@ void Peers::defer_sending(std::uint16_t rank, Nanos until) {
 
 void Peers::queue(Outgoing& message) {
     Peer& peer = (*this)[message.peer];
-    if (peer.left()) return;  // a patient exchange still waits, but nobody is there
+    if (peer.left()) return;  // an exchange that waits across views stays open, but no process would receive this
     peer.queue.push(message);
     queued_.set(message.peer);
 }
@@ -73,7 +73,7 @@ bool Peers::idle(std::uint16_t rank) {
 std::vector<std::uint16_t> Peers::take_due(Nanos now) {
     for (const Timers::Owner owner : timers_.take_due(now, [&](Timers::Owner each) { return timer_of(each); })) {
         const auto rank = static_cast<std::uint16_t>(owner / peer_timers.size());
-        stale_.set(rank);  // its entry was taken out
+        stale_.set(rank);  // `take_due` has set its entry to `never`
         needs_tick_.set(rank);
     }
     std::vector<std::uint16_t> due;

@@ -1,7 +1,7 @@
-// All peers of an endpoint, and which of them must be looked at: their timers, and whether they have something to send.
+// All peers of an endpoint, their timers, and which of them have something to send.
 //
-// Whoever changes a peer gets it by `operator[]`, which marks it. So with a thousand peers of which one sends, only that
-// one is looked at; and nothing is forgotten, as there is no other way to change a peer.
+// `operator[]` is the only way to change a peer, and it marks the peer. Only marked peers are looked at, so with a
+// thousand peers of which one sends, the cost is that of one; and no change is missed.
 #pragma once
 
 #include <array>
@@ -22,10 +22,10 @@ class Credit;
 // The timers of one peer.
 enum class PeerTimer : std::uint8_t {
     loss,        // a datagram in flight counts as lost
-    probe,       // nothing was heard of what is in flight: ask with a ping
-    path,        // a probe of the path's size is to be sent or judged
-    report,      // what arrived is to be reported
-    unreachable  // its machine says that nobody listens there: ask again
+    probe,       // nothing in flight was acknowledged: send a probe
+    path,        // a path MTU probe is to be sent or judged
+    report,      // what arrived is to be acknowledged
+    unreachable  // its kernel reports its port closed: ping it again
 };
 inline constexpr std::array peer_timers{PeerTimer::loss, PeerTimer::probe, PeerTimer::path, PeerTimer::report,
                                         PeerTimer::unreachable};
@@ -35,7 +35,7 @@ public:
     // `credit` decides when reports are due.
     Peers(std::size_t world, const Credit& credit);
 
-    // The peer of this rank becomes another one.
+    // Replaces the peer of this rank.
     void put(std::unique_ptr<Peer> peer);
     // Null at our own rank. Throws std::out_of_range beyond the world.
     [[nodiscard]] const Peer* find(std::uint16_t rank) const { return all_.at(rank).get(); }
@@ -45,7 +45,7 @@ public:
         mark(rank);
         return *all_[rank];
     }
-    // For an attempt to send that may come to nothing: whoever sends or says something then marks the peer.
+    // For an attempt to send that may send nothing: does not mark the peer. The caller must mark it after a change.
     [[nodiscard]] Peer& attempt(std::uint16_t rank) { return *all_[rank]; }
     void mark(std::uint16_t rank) {
         may_have_control_.set(rank);
@@ -56,16 +56,16 @@ public:
     }
     [[nodiscard]] std::size_t world() const { return all_.size(); }
 
-    // Peers to which a control datagram or a probe may have to be sent, now or later: no other peer has one waiting.
+    // Peers to which a control datagram or a probe may have to be sent, now or later. No other peer has one waiting.
     [[nodiscard]] const Bitmap& may_have_control() const { return may_have_control_; }
-    // The `may_have_control` peers that were marked, or whose time came, since they last had nothing to send: with a thousand peers
-    // to report to, looking at all of them for every datagram would take most of the time. `wake` must come first.
+    // The `may_have_control` peers that were marked, or whose time came, since they last had nothing to send. With a
+    // thousand peers, looking at all of them for every datagram would take most of the time. Call `wake` first.
     [[nodiscard]] const Bitmap& awake() const { return awake_; }
     void wake(Nanos now);
-    // Whether one may have to be sent now. A peer with nothing to send now is no longer `awake`, and one with nothing to send
-    // later either is no longer `may_have_control`.
+    // Whether a control datagram may have to be sent now. A peer with nothing to send now is no longer `awake`; one
+    // with nothing to send later either is no longer `may_have_control`.
     [[nodiscard]] bool may_send_control(std::uint16_t rank, Nanos now);
-    // Peers whose queue may hold messages: no other peer's queue does.
+    // Peers whose queue may hold messages. The queues of all others are empty.
     [[nodiscard]] const Bitmap& queued() const { return queued_; }
     // Whether any queue holds a message.
     [[nodiscard]] bool any_queued();
@@ -73,28 +73,26 @@ public:
     void queue(Outgoing& message);
     // Whether the peer's queue is empty; if so, it is no longer among `queued`.
     [[nodiscard]] bool idle(std::uint16_t rank);
-    // Peers to which data may be let go: those that were marked, or whose time came, since they were `defer_sending`. `wake` must
-    // come first.
+    // Peers to which data may be sent: marked since `defer_sending`, or their time has come. Call `wake` first.
     [[nodiscard]] const Bitmap& may_send_data() const { return may_send_data_; }
-    // No data may leave to this peer until it is marked or this time has come.
+    // No data is sent to this peer until it is marked or this time has come.
     void defer_sending(std::uint16_t rank, Nanos until);
-    // Refusals do not count any more.
+    // Ends all deferrals.
     void clear_deferrals() { may_send_data_.add(queued_); }
-    // When the first of those that were refused may be tried again.
+    // When the first deferral ends.
     [[nodiscard]] Nanos deferred_until() const { return deferred_.earliest(); }
 
-    // Peers that need a tick, in rising order: only those marked since the last call and those with a timer that is due
-    // are looked at.
+    // Peers that need a tick, in rising order. Looks only at those marked since the last call or with a due timer.
     [[nodiscard]] std::vector<std::uint16_t> take_due(Nanos now);
     // Calls `visit(rank)` for each peer that was marked since the last call, and brings its timers up to date.
     template <class Visit>
     void refresh(Visit&& visit);
-    // The credit of peers may have become smaller, so that reports are due earlier.
+    // The credit of peers may have shrunk, so reports are due earlier.
     void credit_shrank() {
         stale_.add(may_have_control_);
         awake_.add(may_have_control_);
     }
-    // When the next timer of any peer is due. `refresh` must come first.
+    // When the next timer of any peer is due. Call `refresh` first.
     [[nodiscard]] Nanos next();
     [[nodiscard]] Nanos timer(std::uint16_t rank, PeerTimer which) const;
 
@@ -108,10 +106,10 @@ private:
     std::vector<std::unique_ptr<Peer>> all_;  // by rank; null at our own
     Bitmap may_have_control_, queued_;
     Bitmap awake_, may_send_data_;
-    Timers control_asleep_, deferred_;  // by rank: until when a peer that is talkative or queued need not be looked at
+    Timers control_asleep_, deferred_;  // by rank: until when its controls, or its queue, need not be looked at
     Bitmap stale_;                      // changed since their timers were computed
     Bitmap needs_tick_;                 // changed since the last `take_due`
-    Timers timers_;                     // of each rank, in the order of `peer_timers`
+    Timers timers_;                     // for each rank, in the order of `peer_timers`
 };
 
 template <class Visit>

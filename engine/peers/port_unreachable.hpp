@@ -1,8 +1,9 @@
-// Whether a peer's process is gone, by what the kernel of its machine says: that nobody listens at its port (ICMP).
+// Failure detection by ICMP port unreachable: the kernel of a peer's machine reports that its port is closed.
 //
-// Anybody can forge such an answer, and a router that has lost a translation gives it too. So one is only a reason to ask
-// at once. The peer counts as dead when the answer has come again after most of a second, several pings were sent
-// meanwhile, and nothing authentic came. A process that is stopped or starved keeps its socket, so there are no such answers.
+// Such a report can be forged, and a NAT router that has lost a translation sends it too. So a single report only makes
+// us ping the peer at once. The peer counts as dead when the report still comes after most of a second, several pings
+// were sent meanwhile, and nothing authentic arrived. A process that is stopped or starved keeps its socket, so its
+// kernel sends no such reports.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@ class PortUnreachable {
 public:
     explicit PortUnreachable(Nanos silence) : lasts_(std::min(9 * second / 10, silence / 4)), every_(lasts_ / 9) {}
 
-    // Nobody listens where it was. True once: when that is believed.
+    // Its kernel reports that its port is closed. True once: when the peer counts as dead.
     [[nodiscard]] bool on_unreachable(Nanos now) {
         if (dead()) return false;
         if (began_ == never || now - refused_at_ > 4 * lasts_) *this = begun(now);
@@ -25,11 +26,11 @@ public:
         probe_at_ = never;
         return true;
     }
-    // Something authentic came from it.
+    // Something authentic arrived from it.
     void clear() {
         if (began_ != never) *this = cleared();
     }
-    // True if it is to be asked again now.
+    // True if it is to be pinged again now.
     [[nodiscard]] bool probe_due(Nanos now) {
         if (now < probe_at_) return false;
         if (now - refused_at_ > 4 * lasts_) {
@@ -42,7 +43,7 @@ public:
     }
     [[nodiscard]] Nanos timer() const { return probe_at_; }
     [[nodiscard]] bool dead() const { return dead_at_ != never; }
-    // When a peer that is needed since then counts as silent; `never` if nothing says that it is dead.
+    // When the peer counts as silent for an exchange begun at `started`; `never` if it does not count as dead.
     [[nodiscard]] Nanos silent_at(Nanos started) const { return dead() ? std::max(dead_at_, started + lasts_) : never; }
 
 private:
@@ -60,7 +61,7 @@ private:
         return fresh;
     }
 
-    // Kernels answer a stranger once a second, after a first few: so an answer comes again in time.
+    // After a first few, kernels send such reports once a second, so the next one comes in time.
     Nanos lasts_, every_;
     Nanos began_{never}, refused_at_{}, probe_at_{never}, dead_at_{never};
     unsigned probes_{};

@@ -1,4 +1,5 @@
-// Python's view of the engine: types and conversions, no logic. Tensors come as addresses; the caller keeps them alive.
+// The Python module stormtorch._engine: types and conversions, no logic. Tensors are passed as addresses; the caller
+// keeps them alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -33,7 +34,7 @@ Nanos to_nanos(std::optional<double> seconds) {
     return static_cast<Nanos>(std::max(*seconds, 0.0) * 1e9);
 }
 
-// Enums of Python arrive as numbers.
+// Python passes enums as numbers.
 template <class Enum>
 Enum to_enum(const char* name, int value, Enum last) {
     if (value < 0 || value > static_cast<int>(last)) {
@@ -122,7 +123,7 @@ FaultSettings to_fault_settings(const nb::dict& from) {
     return settings;
 }
 
-// What seals, then what opens.
+// The sealing key, then the opening key.
 LinkKeys to_link_keys(const nb::bytes& from) {
     LinkKeys keys;
     if (from.size() != sizeof keys) throw std::invalid_argument("a link has two keys of 16 bytes");
@@ -160,20 +161,20 @@ CoreConfig make_core_config(std::uint16_t rank, std::size_t world, const nb::dic
     if (from.contains("yield_delay_s")) config.yield_delay = to_nanos(nb::cast<double>(from["yield_delay_s"]));
     config.bytes_per_s = nb::cast<double>(from["bytes_per_s"]);
     config.silence = to_nanos(nb::cast<double>(from["silence_s"]));
-    // What belongs to another lane is as strange as what belongs to another job.
+    // A datagram of another lane is rejected like one of another job.
     config.secrets.cookie = nb::cast<std::uint64_t>(from["cookie"]) ^ (lane * 0x9e37'79b9'7f4a'7c15);
     config.secrets.checks_data = nb::cast<bool>(from["checks_data"]);
     config.secrets.incarnations = nb::cast<std::vector<std::uint32_t>>(from["incarnations"]);
     if (from.contains("vacant")) config.vacant = nb::cast<std::vector<std::uint16_t>>(from["vacant"]);
     if (from.contains("late")) config.late = nb::cast<bool>(from["late"]);
-    // By lane, as lanes count their datagrams apart and no two datagrams of a process may have the same key and number.
-    // The keys of the link to each rank, in one text.
+    // By lane, as lanes have separate packet numbers and no two datagrams of a process may have the same key and
+    // number. Within a lane, by rank: both keys of the link, concatenated.
     const auto all_keys = nb::cast<std::vector<std::vector<nb::bytes>>>(from["keys"]);
     if (!all_keys.empty()) {
         const std::vector<nb::bytes>& keys = all_keys.at(lane);
         if (keys.size() != world) throw std::invalid_argument("two keys per rank are needed");
         config.secrets.sealed = true;
-        // A vacant slot has no keys yet: all that comes in its name is foreign.
+        // A vacant slot has no keys yet: datagrams in its name are rejected.
         for (const nb::bytes& link : keys)
             config.secrets.links.push_back(link.size() == 0 ? LinkKeys{} : to_link_keys(link));
     }
@@ -414,7 +415,7 @@ NB_MODULE(_engine, m) {
             nb::call_guard<nb::gil_scoped_release>())
         .def("health",
              [](Endpoint& d) -> Mapping {
-                 // Whoever drives may hold the engine's lock for a while: other threads of Python go on meanwhile.
+                 // The driving thread may hold the engine's lock for a while: release the GIL meanwhile.
                  const Driver::Health health = [&d] {
                      const nb::gil_scoped_release released;
                      return d.health();

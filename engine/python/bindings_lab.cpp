@@ -1,4 +1,4 @@
-// The Python module stormtorch_lab._engine: a web service whose packets share a simulation's lines.
+// The Python module stormtorch_lab._engine: a web service whose packets share a simulation's links.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -68,7 +68,7 @@ NB_MODULE(_engine, m) {
             nb::arg("requests_per_s"), nb::arg("response_bytes"), nb::arg("request_bytes"), nb::arg("seed"),
             nb::arg("now_s"))
         .def("stop_service", [](SharedNetwork& n) { n.service().stop(); })
-        // When each request arrived and how long its answer took, in seconds, in the order of the answers.
+        // When each request arrived and how long its response took, in seconds, in the order of the responses.
         .def("answered",
              [](SharedNetwork& n) {
                  std::vector<std::pair<double, double>> all;

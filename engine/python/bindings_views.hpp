@@ -1,4 +1,5 @@
-// Python's view of membership: the same methods for an endpoint and, with a rank before all arguments, for a simulation.
+// Python's view of membership: the same methods for an endpoint and, with a rank before all arguments, for a
+// simulation.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -65,8 +66,9 @@ inline PyMembershipStatus to_dict(const Views::MembershipStatus& connectivity, N
     return all;
 }
 
-// `reach(self, where..., work)` calls `work(views, now)` on the views of that endpoint. `where`: the names of what comes
-// before a method's own arguments. `advance`: what the method of that name is called, as time advances in a simulation.
+// `reach(self, where..., work)` calls `work(views, now)` on the views of that endpoint. `where`: the names of the
+// arguments before a method's own. `advance`: the Python name of Views::advance, as a simulation's `advance` is about
+// time.
 template <class... Where, class Class, class Reach, class... Names>
 void define_views(Class& type, const char* advance, Reach reach, const Names&... where) {
     using Self = typename Class::Type;
@@ -97,7 +99,7 @@ void define_views(Class& type, const char* advance, Reach reach, const Names&...
                 try {
                     v.add_session({session, steps, settled});
                 } catch (const std::length_error& error) {
-                    throw std::invalid_argument(error.what());  // the caller's fault, which leaves the engine as it was
+                    throw std::invalid_argument(error.what());  // misuse, which leaves the engine as it was
                 }
             });
         },

@@ -14,7 +14,7 @@ constexpr std::size_t destination_offset = 16;
 
 unsigned byte_at(std::span<const std::byte> packet, std::size_t at) { return std::to_integer<unsigned>(packet[at]); }
 
-// Bytes come from strangers: whatever is not one whole IPv4 packet has no destination.
+// Packets are untrusted: what is not one whole IPv4 packet has no destination.
 std::optional<std::uint32_t> destination(std::span<const std::byte> packet) {
     if (packet.size() < ipv4_header_bytes || byte_at(packet, 0) >> 4 != 4) return std::nullopt;
     const std::size_t header_bytes = (byte_at(packet, 0) & 15U) * 4U;
@@ -124,7 +124,8 @@ std::span<std::byte> Relay::buffer() {
     return {bytes_of(spare_), max_packet_bytes};
 }
 
-// --- the way of a packet ---------------------------------------------------------------------------------------------
+// --- the path of a packet
+// ---------------------------------------------------------------------------------------------
 
 void Relay::receive(std::uint16_t from, std::size_t length, Nanos now) {
     run_events(now);
@@ -158,7 +159,7 @@ void Relay::schedule(Nanos at, Stage stage, std::uint16_t from, std::uint16_t to
     std::push_heap(events_.begin(), events_.end(), std::greater<>());
 }
 
-// Events happen at their own time, however late they are looked at: a slow machine delays packets, but neither slows down
+// Events run at their own time, however late they are processed: a slow machine delays packets, but neither slows down
 // the rates nor fills the queues.
 void Relay::run_events(Nanos now) {
     now_ = std::max(now_, now);

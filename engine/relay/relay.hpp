@@ -1,6 +1,6 @@
-// A network between hosts, one packet at a time: uplinks and downlinks with a rate and a queue, links that lose and delay.
-// It replaces netem where the kernel lacks it. Packets and time go in, packets come out when they are due; the owner does
-// the reading, writing and waiting (relay_main.cpp with TUN devices, tests under virtual time).
+// Network emulation between hosts, packet by packet: uplinks and downlinks with a rate and a queue, links with loss and
+// delay. It replaces netem where the kernel lacks it. Packets and time go in, packets come out when they are due; the
+// owner does the reading, writing and waiting (relay_main.cpp with TUN devices, tests under virtual time).
 //
 //   receive -> uplink of the sender -> loss and delay of the link -> downlink of the receiver -> deliver
 #pragma once
@@ -24,7 +24,7 @@ enum class Direction : std::uint8_t { up, down };
 // Cumulative counters. Bytes are those of IP packets, without the overhead that is charged against the rate.
 struct RelayQueueStats {
     std::uint64_t packets{}, bytes{};  // sent on
-    std::uint64_t overflowed{};        // packets that found no room
+    std::uint64_t overflowed{};        // packets that found the queue full
     Nanos busy{};                      // time spent sending at the rate
 };
 
@@ -45,9 +45,9 @@ struct RelayStats {
     std::vector<RelayHostStats> hosts;
     std::uint64_t cut{};        // packets from or to a host that was cut off, or on a link that was
     std::uint64_t too_large{};  // packets above the MTU of a line
-    std::uint64_t strays{};     // not IPv4, malformed, or for nobody here
-    std::uint64_t refused{};    // packets that `deliver` could not hand over
-    // How much later than due packets were delivered: delay that this machine added to the network.
+    std::uint64_t strays{};     // not IPv4, malformed, or for no host here
+    std::uint64_t refused{};    // packets that `deliver` could not write
+    // How late packets were delivered: delay that this machine added to the network.
     std::uint64_t delivered{};
     Nanos late_total{}, late_max{};
 };
@@ -57,7 +57,7 @@ struct RelayLinkSettings {
     std::uint64_t seed{};
 };
 
-// Arguments must be valid (RelayCommands checks what people write); packets may be anything. Time never runs backwards: an
+// Arguments must be valid (RelayCommands checks user input); packets may be anything. Time never runs backwards: an
 // earlier `now` counts as the latest.
 class Relay {
 public:
@@ -69,7 +69,7 @@ public:
     static constexpr std::size_t default_overhead_bytes = 14;  // an Ethernet header, as tc counts
     static constexpr std::size_t max_overhead_bytes = 1024;
 
-    // Called from within advance; false when the packet could not be handed over.
+    // Called from within advance; false when the packet could not be written.
     using Deliver = std::function<bool(std::uint16_t host, std::span<const std::byte> packet)>;
     explicit Relay(Deliver deliver);
 
@@ -82,9 +82,10 @@ public:
     // Bytes, with overhead, that may wait behind the packet being sent. Packets that already wait stay.
     void set_queue(std::uint16_t host, Direction direction, std::size_t bytes);
     [[nodiscard]] const RelayLinkSettings& link(std::uint16_t from, std::uint16_t to) const;
-    // Starts the link's fates anew; packets under way keep their time. Throws as LinkFaults::validate does, unchanged.
+    // Restarts the link's random sequence; packets in flight keep their time. Throws as LinkFaults::validate does, and
+    // then changes nothing.
     void set_link(std::uint16_t from, std::uint16_t to, RelayLinkSettings settings);
-    // From now until it rejoins, nothing from or to this host is delivered, not even what is under way.
+    // From now until it is reconnected, nothing from or to this host is delivered, not even what is in flight.
     void set_cut(std::uint16_t host, bool cut) { hosts_[host]->cut = cut; }
     // The same for what one host sends to another; the way back stays open.
     void set_link_cut(std::uint16_t from, std::uint16_t to, bool cut) { hosts_[from]->to[to]->cut = cut; }
@@ -95,8 +96,8 @@ public:
 
     // Where to put the next packet: valid until the next call of receive.
     [[nodiscard]] std::span<std::byte> buffer();
-    // The first `length` bytes of buffer() are a packet that `from` sent. Delivers nothing: after one or many packets, call
-    // advance.
+    // The first `length` bytes of buffer() are a packet that `from` sent. Delivers nothing: after one or many packets,
+    // call advance.
     void receive(std::uint16_t from, std::size_t length, Nanos now);
     // Delivers all that is due, host by host: a receiver that sleeps is woken once and not for every packet.
     void advance(Nanos now);
@@ -152,7 +153,8 @@ private:
         std::array<std::unique_ptr<Link>, max_hosts> to;
     };
     enum class Stage : std::uint8_t { uplink, line, downlink };
-    // An event: the first packet of a queue is due. A change of rate leaves stale events behind; their time gives them away.
+    // An event: the first packet of a queue is due. A change of rate leaves stale events behind, which are recognised
+    // by their time.
     struct Event {
         Nanos at{};
         std::uint64_t order{};

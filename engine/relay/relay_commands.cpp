@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::uint64_t max_bits_per_s = 1'000'000'000'000;
 constexpr std::size_t max_queue_bytes = Relay::max_packets * Relay::max_packet_bytes;
-constexpr std::size_t shown_characters = 40;  // of a bad word are repeated: it may be a trace of a million bits
+constexpr std::size_t shown_characters = 40;  // of a bad word are quoted: it may be a trace of a million bits
 
 // Quotes a bad word in one line of printable characters, whatever it holds.
 std::string quoted(std::string_view word) {

@@ -12,7 +12,7 @@
 
 namespace storm {
 
-// A host that is to be joined: its TUN device does not exist yet.
+// A host that is to be connected: its TUN device does not exist yet.
 struct RelayHostRequest {
     std::uint16_t host{};
     std::string netns_path, device;

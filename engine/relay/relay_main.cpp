@@ -1,4 +1,4 @@
-// stormtorch-relay: joins network namespaces by TUN devices and lets a Relay decide the fate of each packet.
+// stormtorch-relay: connects network namespaces through TUN devices; a Relay delays, drops or delivers each packet.
 // Commands are lines on stdin, one line of answer each on stdout (relay_commands.hpp). It ends with its stdin, and the
 // devices end with it.
 #include <fcntl.h>
@@ -32,13 +32,13 @@
 namespace storm {
 namespace {
 
-// On a busy network the relay wakes only this often, so that many packets share one wake-up. A packet may be late by this
-// much twice: when it is read, and when it is due.
+// On a busy network the relay wakes only this often, so that many packets share one wake-up. A packet may be late by
+// this much twice: when it is read, and when it is due.
 constexpr Nanos moderation = 100 * microsecond;
 // Busy is more than 2000 rounds a second. Light traffic is served at once: its delays are exact to some 20 us.
 constexpr Nanos free_round_every = 500 * microsecond;
 constexpr Nanos free_rounds_burst = 10 * millisecond;
-constexpr int batch_packets = 64;  // read from one host before the others, and what is due, have their turn
+constexpr int batch_packets = 64;  // read from one host before the others and before due packets
 constexpr std::size_t max_line_bytes = 1 << 20;
 constexpr std::uint32_t stdin_tag = Relay::max_hosts;
 
@@ -212,7 +212,7 @@ private:
         for (std::string_view left = line; !left.empty();) {
             const ssize_t count = write(STDOUT_FILENO, left.data(), left.size());
             if (count < 0 && errno == EINTR) continue;
-            if (count <= 0) {  // nobody listens any more
+            if (count <= 0) {  // no reader any more
                 ended_ = true;
                 return;
             }
@@ -229,8 +229,8 @@ private:
     bool ended_{};
 };
 
-// The relay plays a network, which must not wait behind the hosts' work: raise its priority. Without permission it runs
-// like any other process, and late_max_us in the statistics shows the effect.
+// The relay emulates a network, which must not wait behind the hosts' work: raise its priority. Without permission it
+// runs like any other process, and late_max_us in the statistics shows the effect.
 void be_prompt() {
     prctl(PR_SET_TIMERSLACK, 1UL);  // the default rounds every sleep up by 50 us
     const sched_param lowest{.sched_priority = 1};

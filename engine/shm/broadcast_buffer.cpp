@@ -31,7 +31,7 @@ BroadcastMemory::BroadcastMemory()
                                 "cannot make memory to share")) {
     allocate(file_, capacity);
     map(PROT_READ | PROT_WRITE);
-    // Nobody else can write what others rely on, where the kernel knows this seal (since Linux 5.1).
+    // No other process can write to it, where the kernel knows this seal (since Linux 5.1).
     (void)fcntl(file_.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
     if (fcntl(file_.get(), F_ADD_SEALS, seals) == 0) return;
     munmap(bytes_, capacity);
@@ -43,7 +43,7 @@ BroadcastMemory::BroadcastMemory(Descriptor file) : file_(std::move(file)) {
     if (fstat(file_.get(), &status) != 0) fail("cannot look at shared memory");
     const int sealed = fcntl(file_.get(), F_GET_SEALS);
     if (sealed < 0 || (sealed & seals) != seals || status.st_size != static_cast<off_t>(capacity))
-        throw std::invalid_argument("this descriptor is no shelf");
+        throw std::invalid_argument("this descriptor is no broadcast buffer");
     map(PROT_READ);
 }
 
@@ -51,14 +51,14 @@ void BroadcastMemory::map(int protection) {
     void* got = mmap(nullptr, capacity, protection, MAP_SHARED, file_.get(), 0);
     if (got == MAP_FAILED) fail("cannot map memory to share");
     bytes_ = static_cast<std::byte*>(got);
-    // A forked process has no part in the job, and must not keep the memory.
+    // A forked process is no member of the job, and must not keep the memory.
     (void)madvise(bytes_, capacity, MADV_DONTFORK);
 }
 
 BroadcastMemory::~BroadcastMemory() { munmap(bytes_, capacity); }
 
 BroadcastBuffer::Item* BroadcastBuffer::find(const Outgoing& message, std::uint32_t chunk) {
-    // What was put last is most often what another peer wants next.
+    // What was put last is most often what is sent to the next peer.
     for (auto item = items_.rbegin(); item != items_.rend(); ++item) {
         if (item->data_ == message.checksums && item->first_ <= chunk && chunk < item->end_) return &*item;
     }

@@ -1,8 +1,8 @@
-// Bytes that go to several endpoints of one machine: written once, into memory that all of them read.
+// Broadcast buffer: bytes for several endpoints of one machine, written once into shared memory that all of them read.
 //
-// A record in a peer's ring then says where the bytes lie, instead of holding them. The ring also tells when the peer has
-// read them, because it has read the record: an item is kept until every ring that names it is read that far. So the
-// argument about memory order in ring.hpp covers these bytes, too.
+// A record in a peer's ring then names the position of the bytes instead of holding them. The peer has read the bytes
+// once it has read the record: an item is kept until every ring that names it is read that far. So the argument about
+// memory order in ring.hpp covers these bytes, too.
 #pragma once
 
 #include <cstddef>
@@ -17,23 +17,24 @@
 
 namespace storm {
 
-// Memory of one shelf. Its owner writes, others may only read. Lives as long as a process holds it, as RingMemory does.
+// Memory of one broadcast buffer. Its owner writes, others may only read. Lives as long as a process holds it, as
+// RingMemory does.
 class BroadcastMemory {
 public:
     // Large enough for the slowest of many readers; what is read soon is still in a cache.
     static constexpr std::size_t capacity = 4 << 20;
 
-    // Makes a shelf. Throws std::system_error.
+    // Makes a broadcast buffer. Throws std::system_error.
     BroadcastMemory();
-    // Opens a shelf that another process made. Throws std::system_error or std::invalid_argument: the descriptor may be
-    // anything.
+    // Opens a broadcast buffer that another process made. Throws std::system_error or std::invalid_argument: the
+    // descriptor may be anything.
     explicit BroadcastMemory(Descriptor file);
     ~BroadcastMemory();
     BroadcastMemory(const BroadcastMemory&) = delete;
     BroadcastMemory& operator=(const BroadcastMemory&) = delete;
 
     [[nodiscard]] int file() const { return file_.get(); }
-    // The memory stays; only the descriptor goes.
+    // Closes the descriptor; the memory stays mapped.
     void close_file() { file_.close(); }
     [[nodiscard]] std::byte* bytes() const { return bytes_; }
 
@@ -44,7 +45,7 @@ private:
     std::byte* bytes_{};
 };
 
-// A shelf as its owner sees it.
+// The owner's side of a broadcast buffer.
 class BroadcastBuffer {
 public:
     // How far a rank has read its ring.
@@ -56,7 +57,7 @@ public:
     // A run of consecutive chunks of some data.
     class Item {
     public:
-        // Where a chunk begins, which is in the run.
+        // Where a chunk of the run begins.
         [[nodiscard]] std::uint32_t position(std::uint32_t chunk) const {
             return position_ + (chunk - first_) * chunk_bytes_;
         }
@@ -75,14 +76,14 @@ public:
         std::uint32_t position_{}, bytes_{}, first_{}, end_{}, chunk_bytes_{};
         std::vector<Reader> readers_;
     };
-    // The item that has a chunk of a message's data; null if there is none.
+    // The item that holds a chunk of a message's data; null if there is none.
     [[nodiscard]] Item* find(const Outgoing& message, std::uint32_t chunk);
-    // Copies chunks [first, end) of a message, `bytes` in all; null if there is no room.
+    // Copies chunks [first, end) of a message, `bytes` in all; null if there is no space.
     [[nodiscard]] Item* put(const Outgoing& message, std::uint32_t first, std::uint32_t end, std::uint32_t bytes,
                             const Read& read);
-    // A rank that is gone reads nothing any more.
+    // Drops a rank that is gone as a reader.
     void forget(std::uint16_t rank);
-    // A rank has another ring from now on. It may still read what it was lent by the old one, until it reads the new one.
+    // A rank has another ring from now on. It may still read items that its old ring named, until it reads the new one.
     void renew(std::uint16_t rank);
 
 private:

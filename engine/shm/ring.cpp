@@ -36,7 +36,7 @@ RingMemory::RingMemory(std::size_t neighbours)
                                 "cannot make memory to share")),
       capacity_(bytes_for(neighbours)) {
     allocate(file_, index_bytes + capacity_);
-    // Neither side can cut the file off under the other, which would end that process with SIGBUS.
+    // Neither side can truncate the file under the other, which would end that process with SIGBUS.
     if (fcntl(file_.get(), F_ADD_SEALS, seals) != 0) fail("cannot seal memory to share");
     map();
 }
@@ -45,7 +45,7 @@ RingMemory::RingMemory(Descriptor file) : file_(std::move(file)), capacity_(most
     struct stat status{};
     if (fstat(file_.get(), &status) != 0) fail("cannot look at shared memory");
     const int sealed = fcntl(file_.get(), F_GET_SEALS);
-    // Whoever made it chose among two sizes.
+    // The process that made it chose between two sizes.
     if (status.st_size == static_cast<off_t>(index_bytes + least_bytes)) capacity_ = least_bytes;
     if (sealed < 0 || (sealed & seals) != seals || status.st_size != static_cast<off_t>(index_bytes + capacity_))
         throw std::invalid_argument("this descriptor is no ring");
@@ -54,7 +54,7 @@ RingMemory::RingMemory(Descriptor file) : file_(std::move(file)), capacity_(most
 
 void RingMemory::map() {
     const std::size_t file_bytes = index_bytes + capacity_, mapped_bytes = file_bytes + capacity_;
-    // Room for all of it first, so that the second copy of the bytes lies right behind the first.
+    // Reserve address space for all of it first, so that the second copy of the bytes lies right behind the first.
     base_ = static_cast<std::byte*>(map_at(nullptr, mapped_bytes, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     try {
         map_at(base_, file_bytes, MAP_SHARED | MAP_FIXED, file_.get(), 0);
@@ -63,7 +63,7 @@ void RingMemory::map() {
         munmap(base_, mapped_bytes);
         throw;
     }
-    // A forked process has no part in the job, and must not keep the memory.
+    // A forked process is no member of the job, and must not keep the memory.
     (void)madvise(base_, mapped_bytes, MADV_DONTFORK);
     shared_ = std::launder(reinterpret_cast<Shared*>(base_));
     bytes_ = base_ + index_bytes;
@@ -87,7 +87,7 @@ std::byte* RingWriter::space(std::size_t bytes) {
             shared.writer_waits.store(1, std::memory_order_seq_cst);
             head_ = shared.head.load(std::memory_order_seq_cst);
         }
-        // A reader that reads backwards would make room where there is none.
+        // An index that moves backwards would free space that is still in use.
         if (tail_ - head_ > memory_->capacity()) broken_ = true;
     }
     return broken_ || free_bytes() < bytes ? nullptr : memory_->at(tail_);
@@ -113,7 +113,8 @@ bool RingReader::pop(std::size_t bytes) {
     RingMemory::Shared& shared = memory_->shared();
     shared.head.store(head_, std::memory_order_seq_cst);
     if (shared.writer_waits.load(std::memory_order_seq_cst) == 0) return false;
-    // Half of the ring, or all that was there: to wake the writer for every record would cost more than the record.
+    // Wait for half of the ring, or for all that was there: waking the writer for every record would cost more than the
+    // record.
     if (shared.tail.load(std::memory_order_acquire) - head_ > memory_->capacity() / 2) return false;
     return shared.writer_waits.exchange(0, std::memory_order_relaxed) != 0;
 }

@@ -1,10 +1,10 @@
-// A ring of bytes in memory that two processes of one machine share: one writes records, the other reads them.
+// Ring buffer in shared memory between two processes of one machine: one writes records, the other reads them.
 //
-// Memory order. `tail` says how far the writer has written, `head` how far the reader has read; each is stored by one side
-// with release and loaded by the other with acquire, so whoever sees an index sees all that was done before it was stored.
-// Reading and writing need no more than that, on ARM too. Sleep does: whoever is about to sleep stores a flag and then
-// looks at the other's index, and the other stores its index and then looks at the flag. One of the two must see the
-// other's store, or the sleeper is never woken. So these four are sequentially consistent.
+// Memory order. `tail` says how far the writer has written, `head` how far the reader has read. Each is stored by one
+// side with release and loaded by the other with acquire: a side that sees an index sees all that was done before it
+// was stored. Reading and writing need no more than that, on ARM too. Sleep does: a side that is about to sleep stores
+// a flag and then loads the other's index, and the other stores its index and then loads the flag. One of the two must
+// see the other's store, or the sleeper is never woken. So these four are sequentially consistent.
 #pragma once
 
 #include <atomic>
@@ -18,18 +18,17 @@
 
 namespace storm {
 
-// Memory of one ring. It lives in a file without a name, which another process gets as a descriptor; it ends with the last
-// process that holds it, however that ends.
+// Memory of one ring: an anonymous file, which another process gets as a descriptor. It ends with the last process that
+// holds it, even if that process crashes.
 class RingMemory {
 public:
-    // What a ring holds. Small enough to stay in a core's cache on its way from one process to the other: with many
-    // neighbours, so many rings together.
+    // Capacity of a ring. The rings of all neighbours together are small enough to stay in a core's cache.
     static constexpr std::size_t most_bytes = 512 << 10, least_bytes = 128 << 10;
     [[nodiscard]] static constexpr std::size_t bytes_for(std::size_t neighbours) {
         return neighbours < 8 ? most_bytes : least_bytes;
     }
 
-    // Makes a ring for one of so many neighbours. Throws std::system_error.
+    // Makes a ring for one of `neighbours` peers. Throws std::system_error.
     explicit RingMemory(std::size_t neighbours);
     // Opens a ring that another process made. Throws std::system_error or std::invalid_argument: the descriptor may be
     // anything.
@@ -39,12 +38,12 @@ public:
     RingMemory& operator=(const RingMemory&) = delete;
 
     [[nodiscard]] int file() const { return file_.get(); }
-    // The memory stays; only the descriptor goes.
+    // Closes the descriptor; the memory stays mapped.
     void close_file() { file_.close(); }
 
     struct Shared {
         alignas(64) std::atomic<std::uint64_t> tail;
-        std::atomic<std::uint32_t> writer_waits;  // the writer found no room
+        std::atomic<std::uint32_t> writer_waits;  // the writer found the ring full
         alignas(64) std::atomic<std::uint64_t> head;
         std::atomic<std::uint32_t> reader_waits;      // the reader sleeps, or is about to
         alignas(64) std::atomic<std::uint32_t> shut;  // the reader wants datagrams instead, for now
@@ -68,23 +67,23 @@ class RingWriter {
 public:
     explicit RingWriter(std::unique_ptr<RingMemory> memory) : memory_(std::move(memory)) {}
 
-    // Room for a record of `bytes`; null if there is not enough. Then the reader rings once there is.
+    // Space for a record of `bytes`; null if there is not enough. Then the reader rings the doorbell once there is.
     [[nodiscard]] std::byte* space(std::size_t bytes);
-    // Hands what was written to the reader. True if the reader sleeps, so that its bell must be rung.
+    // Publishes what was written to the reader. True if the reader sleeps, so that its doorbell must be rung.
     [[nodiscard]] bool publish(std::size_t bytes);
     [[nodiscard]] std::size_t capacity() const { return memory_->capacity(); }
     // Index behind the last record that was published, and behind the last one that was read.
     [[nodiscard]] std::uint64_t written() const { return tail_; }
     [[nodiscard]] std::uint64_t read();
     [[nodiscard]] bool shut() const { return memory_->shared().shut.load(std::memory_order_acquire) != 0; }
-    // Whether the reader has written nonsense: from then on there is no room.
+    // True if the reader's index was invalid: from then on there is no space.
     [[nodiscard]] bool broken() const { return broken_; }
 
 private:
     [[nodiscard]] std::size_t free_bytes() const;
 
     std::unique_ptr<RingMemory> memory_;
-    std::uint64_t tail_{}, head_{};  // `head_`: the reader's, when last looked at
+    std::uint64_t tail_{}, head_{};  // `head_`: the reader's, as last loaded
     bool broken_{};
 };
 
@@ -92,21 +91,21 @@ class RingReader {
 public:
     explicit RingReader(std::unique_ptr<RingMemory> memory) : memory_(std::move(memory)) {}
 
-    // All that is there to read.
+    // All that can be read.
     [[nodiscard]] std::span<const std::byte> front();
-    // Frees what was read. True if the writer waits for room and now has enough, so that its bell must be rung.
+    // Frees what was read. True if the writer waits for space and now has enough, so that its doorbell must be rung.
     [[nodiscard]] bool pop(std::size_t bytes);
-    // Asks the writer to ring when it has written something. False if it already has.
+    // Requests the doorbell for when the writer has written something. False if it already has.
     [[nodiscard]] bool may_sleep();
     void set_shut(bool shut) { memory_->shared().shut.store(shut ? 1 : 0, std::memory_order_release); }
-    // Whether the writer has written nonsense: from then on there is nothing to read.
+    // True if the writer's index or data was invalid: from then on there is nothing to read.
     [[nodiscard]] bool broken() const { return broken_; }
-    // For whoever finds that what was read is nonsense.
+    // For a reader of records that finds an invalid one.
     void set_broken() { broken_ = true; }
 
 private:
     std::unique_ptr<RingMemory> memory_;
-    std::uint64_t head_{}, tail_{};  // `tail_`: the writer's, when last looked at
+    std::uint64_t head_{}, tail_{};  // `tail_`: the writer's, as last loaded
     bool broken_{};
 };
 

@@ -1,8 +1,8 @@
-// How two endpoints of one machine pass data to each other: a ring each way.
+// Shared-memory channel between two endpoints of one machine: a ring each way.
 //
-// Only data takes this way, and the end of a message of which something is missing: what a peer must hear even if data is
-// stuck, or what shows that it lives, travels by datagram. Nothing is lost or reordered here, so a chunk counts as
-// acknowledged once it is in the ring, and there are no reports, no repair and no rate.
+// It carries only data, and the end of a message of which something is missing. Heartbeats, and what a peer must
+// receive even if data is stuck, travel by datagram. Nothing is lost or reordered here, so a chunk counts as
+// acknowledged once it is in the ring; there are no reports, no retransmission and no rate.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@
 
 namespace storm {
 
-// What stands before the bytes of a record: a run of consecutive chunks of one message.
+// Header of a record, which holds a run of consecutive chunks of one message.
 struct Record {
     // Payloads begin and end on cache lines.
     static constexpr std::size_t head_bytes = 64;
@@ -31,15 +31,15 @@ struct Record {
     std::uint32_t channel{}, seq{};
     Kind kind{};
     std::uint8_t flags{};
-    std::uint8_t in_broadcast_buffer{};  // 1: the payload lies on the writer's shelf, not behind this
-    std::uint32_t position{};            // where on the shelf
+    std::uint8_t in_broadcast_buffer{};  // 1: the payload is in the writer's broadcast buffer, not behind this
+    std::uint32_t position{};            // where in the broadcast buffer
 
     // What a record takes in the ring.
     [[nodiscard]] static constexpr std::size_t size(std::size_t payload_bytes) {
         return head_bytes + (payload_bytes + 63) / 64 * 64;
     }
     [[nodiscard]] std::size_t size() const { return size(in_broadcast_buffer != 0 ? 0 : bytes); }
-    // The first record of what was read, which may be anything.
+    // The first record of what was read, which is untrusted.
     [[nodiscard]] static std::optional<Record> parse(std::span<const std::byte> from);
     void write(std::byte* to) const { std::memcpy(to, this, sizeof *this); }
     [[nodiscard]] Header header(std::uint16_t source) const {
@@ -58,8 +58,8 @@ struct SharedMemoryChannel {
     RingWriter out;
     RingReader in;
     std::unique_ptr<BroadcastMemory> peer_broadcast_memory;
-    bool stalled{};            // the pool has no room for what comes next
-    Nanos defer_until{never};  // when a term of a sum that comes next is taken although its turn has not come
+    bool stalled{};            // the pool has no space for the next record
+    Nanos defer_until{never};  // when the next term of a sum is taken although it is out of order
 
     SharedMemoryChannel(std::unique_ptr<RingMemory> to_it, std::unique_ptr<RingMemory> from_it,
                         std::unique_ptr<BroadcastMemory> broadcast_buffer)
@@ -71,7 +71,7 @@ struct SharedMemoryChannel {
         return front.subspan(Record::head_bytes, record.bytes);
     }
 
-    // Whether the peer has written nonsense, by mistake or not.
+    // True if the peer has written invalid data, by mistake or not.
     [[nodiscard]] bool broken() const { return out.broken() || in.broken(); }
 };
 

@@ -1,4 +1,4 @@
-// What carries the datagrams of a simulation in place of its own links: a network that they share with other traffic.
+// Interface of a network model that replaces a simulation's own links, shared with other traffic.
 #pragma once
 
 #include <cstddef>
@@ -18,10 +18,10 @@ public:
     };
 
     virtual ~Medium() = default;
-    // When the next thing happens; `never` if nothing is under way.
+    // When the next event is; `never` if nothing is in flight.
     [[nodiscard]] virtual Nanos next_at() const = 0;
     virtual void send(Datagram datagram, Nanos now) = 0;
-    // Lets it happen, and returns the datagram that thereby reached its host, if one did.
+    // Runs that event, and returns the datagram that thereby reached its host, if one did.
     virtual std::optional<Datagram> step(Nanos now) = 0;
     // Packets that found a queue full.
     [[nodiscard]] virtual std::uint64_t drops() const = 0;

@@ -31,7 +31,7 @@ std::unique_ptr<Core> Sim::make_core(std::uint16_t rank) const {
     own.rank = rank;
     if (!own.peer_paths.empty()) own.paths = own.peer_paths.at(rank);
     seal_as(own.secrets, rank);
-    // A vacant slot has a core too, so that a process can come into it; it knows of nobody.
+    // A vacant slot has a core too, so that a process can join in it; it knows of no peer.
     own.late = std::erase(own.vacant, rank) > 0 || incarnations_[rank] > 0;
     return std::make_unique<Core>(std::move(own), now_);
 }

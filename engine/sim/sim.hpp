@@ -1,4 +1,4 @@
-// A network in memory under virtual time: any number of real cores, joined by links that delay, queue and lose.
+// Network simulation under virtual time: any number of real cores, connected by links that delay, queue and lose.
 // An hour of traffic costs what its datagrams cost, and the same seed gives the same run.
 #pragma once
 
@@ -50,25 +50,25 @@ public:
     // Deadlines in the spec are relative to now.
     std::uint64_t post(std::uint16_t rank, ExchangeSpec spec);
     void cancel(std::uint16_t rank, std::uint64_t id);
-    // Runs up to the next thing that happens; false when nothing ever will.
+    // Runs the next event; false when there is none.
     bool advance();
     // Exchanges that ended at a rank since the last call.
     [[nodiscard]] std::vector<Core::Finished> take_finished(std::uint16_t rank);
-    // A rank goes dark: what it sends and what is sent to it is lost, until it is lit again.
+    // Makes a rank unreachable, or reachable again: what it sends and what is sent to it is lost meanwhile.
     void set_unreachable(std::uint16_t rank, bool unreachable) { hosts_.at(rank).unreachable = unreachable; }
-    // What one rank sends to another is lost, until the link is lit again. The way back is another link.
+    // Makes one rank unreachable from another, or reachable again. The reverse direction is another link.
     void set_link(std::uint16_t from, std::uint16_t to, bool unreachable);
-    // One config stands for all ranks: each seals what it sends by the key with which all others open it.
+    // One config serves all ranks: each seals what it sends by the key with which all others open it.
     static void seal_as(Secrets& secrets, std::uint16_t rank);
-    // A rank's process dies, and another takes its place that knows nothing. Nobody hears it before it is readmitted.
+    // A rank's process dies, and a new one without state replaces it. It is not heard before it is readmitted.
     void restart(std::uint16_t rank, std::uint32_t incarnation);
-    // One rank accepts the process that another has now.
+    // One rank accepts the present process of another.
     void readmit(std::uint16_t rank, std::uint16_t peer);
     // Calls `work(views, now)` with a rank's views.
     template <class Work>
     decltype(auto) with_views(std::uint16_t rank, Work&& work);
 
-    // Runs until that time, or until nothing will happen any more.
+    // Runs until that time, or until there are no events.
     void run_until(Nanos at);
 
     // Sets the rate of every rank's link, from now on.
@@ -118,7 +118,7 @@ private:
     [[nodiscard]] Nanos next_at() const;
 
     SimConfig config_;
-    Nanos now_{second};  // not zero, so that no time is mistaken for none
+    Nanos now_{second};  // not zero, which would mean no time
     std::uint64_t order_{};
     std::uint64_t queue_drops_{};
     std::vector<Host> hosts_;

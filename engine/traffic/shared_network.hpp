@@ -1,4 +1,4 @@
-// Lines that the datagrams of a simulation share with a web service's packets, in classes.
+// A network whose links the datagrams of a simulation share with a web service's packets, in priority classes.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ public:
     // Throws std::logic_error if there is none.
     [[nodiscard]] SimService& service();
     [[nodiscard]] const SimSwitch& lines() const { return network_; }
-    // Sets the rate of a rack's lines to the other racks, from now on. Throws if there are none.
+    // Sets the rate of a rack's links to the other racks, from now on. Throws if there are none.
     void set_trunk(std::size_t rack, double bytes_per_s) { network_.set_trunk(rack, bytes_per_s); }
 
 private:

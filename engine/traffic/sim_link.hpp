@@ -1,6 +1,6 @@
-// One direction of a line between a host and the switch, under virtual time: two classes of packets with a queue each.
-// The classes share the line as those of Linux's htb do. Each may send at its own rate; what one does not use, the other
-// may borrow, and the normal class borrows first. So the line is never idle while anything waits.
+// One direction of a link between a host and the switch, under virtual time: two priority classes with a queue each.
+// The classes share the link as those of Linux's htb do. Each may send at its own rate; what one does not use, the
+// other may borrow, and the normal class borrows first. So the link is never idle while a packet waits.
 #pragma once
 
 #include <array>
@@ -19,9 +19,9 @@ struct SimLinkSettings {
     std::size_t queue_bytes{512 << 10};  // of the normal class; 0 is unlimited
     std::size_t low_queue_bytes{128 << 10};
     double
-        low_share{};  // part of the line that the low class gets while both want it all; 0 lets it wait for all others
-    // What a line that was idle sends at once, and a class that was idle before the other may borrow again. 0 is a wire,
-    // whose packets take their time one after another.
+        low_share{};  // part of the link that the low class gets while both want it all; 0 lets it wait for all others
+    // What an idle link sends at once, and an idle class before the other may borrow again. 0 is a plain wire, which
+    // sends packets one after another at its rate.
     double burst_bytes{};
 };
 
@@ -41,7 +41,7 @@ public:
         std::uint32_t packet{};
         Nanos at{};  // its last byte leaves
     };
-    // Puts the packet whose turn it is on the line. Only at or after `next_at()`.
+    // Puts the next packet on the link. Only at or after `next_at()`.
     [[nodiscard]] Departure take(Nanos now);
 
     struct Counts {
@@ -60,8 +60,7 @@ private:
         std::deque<Waiting> queue{};
         std::size_t bytes{}, limit{};
         double share{};
-        double
-            credit{};  // bytes that it may send before it borrows; below 0 after a packet that it could not quite afford
+        double credit{};  // bytes that it may send before it borrows; below 0 after a packet that exceeded it
         Counts counts{};
     };
 

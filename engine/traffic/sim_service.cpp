@@ -9,7 +9,7 @@ namespace storm {
 namespace {
 
 constexpr std::uint32_t header_bytes = 14 + 20 + 32;   // Ethernet, IPv4, TCP with timestamps
-constexpr std::uint32_t opening_bytes = 14 + 20 + 40;  // with what a connection agrees on
+constexpr std::uint32_t opening_bytes = 14 + 20 + 40;  // with the options of the handshake
 constexpr Nanos connect_retry_after = second;
 constexpr Nanos request_retry_after = 200 * millisecond;
 
@@ -53,7 +53,7 @@ void SimService::tick(Nanos now, SimSwitch& network) {
         const auto [at, which] = timers_.top();
         timers_.pop();
         Connection& one = connections_[which];
-        if (at != one.armed_at) continue;  // an earlier one took its place
+        if (at != one.armed_at) continue;  // an earlier one replaced it
         one.armed_at = never;
         if (one.retry_at <= now) send_first(which, now, network);
         if (one.receiver.timer() <= now) send_ack(which, now, network);
@@ -147,7 +147,7 @@ void SimService::receive(const SimPacket& packet, Nanos now, SimSwitch& network)
             send_first(segment.connection, now, network);
             break;
         case Segment::Kind::request:
-            if (segment.number == one.responses) break;  // asked again, although it had come
+            if (segment.number == one.responses) break;  // a retried request, although the first one arrived
             one.responses = segment.number;
             one.sender.write(segments_, now);
             send_data(segment.connection, now, network);

@@ -1,6 +1,6 @@
-// A web service between the hosts of a simulation: every host asks and answers. Requests of all hosts together arrive as a
-// Poisson process; each asks a random other host for a response of a given size, over a connection that the pair has left
-// from before or over a new one. A request's time counts from its arrival to the last byte of the response.
+// A web service between the hosts of a simulation: every host is client and server. Requests of all hosts together
+// arrive as a Poisson process; each requests a response of a given size from a random other host, over an idle
+// connection of the pair or a new one. A request's time counts from its arrival to the last byte of the response.
 #pragma once
 
 #include <cstddef>
@@ -51,7 +51,7 @@ private:
         std::uint32_t requests{}, responses{};  // sent by the client; begun by the server
         Nanos requested_at{};
         Nanos opened_at{};
-        Nanos retry_at{never};  // the client asks again: what it sent last may be lost
+        Nanos retry_at{never};  // the client retries: what it sent last may be lost
         TcpSender sender{};     // at the server
         TcpReceiver receiver{};
         Nanos armed_at{never};
@@ -80,7 +80,7 @@ private:
     std::mt19937_64 chance_;
     Nanos arrival_{never};
     std::deque<Connection> connections_;
-    std::vector<std::vector<std::uint32_t>> idle_;  // by pair; the last one used comes first again
+    std::vector<std::vector<std::uint32_t>> idle_;  // by pair; the last one used is reused first
     std::priority_queue<Timer, std::vector<Timer>, std::greater<>> timers_;
     std::vector<Answered> answered_;
     std::uint64_t asked_{};

@@ -58,7 +58,7 @@ void SimSwitch::pull(std::size_t line, Nanos now) {
         if (line == 2U * packet.target + 1) {
             schedule(departure.at, What::reaches_host, departure.packet);
         } else {
-            // Half of a trunk's delay on each of its lines.
+            // Half of a trunk's delay on each of its links.
             const Nanos takes = line < 2 * hosts_ ? delay_ : delay_ / 2;
             schedule(departure.at + takes, What::reaches_switch, departure.packet, after(line, packet));
         }

@@ -1,6 +1,6 @@
-// Hosts joined by one switch, under virtual time: each has a line up to it and a line down from it, which all of the
-// host's packets share, those of a training and those of a service. Or hosts in racks: each rack has a switch of its own,
-// and a line up to the switch that joins them all, and one down from it.
+// Hosts connected by one switch, under virtual time: each has an uplink and a downlink, which all of the host's packets
+// share, those of a training and those of a service. Or hosts in racks: each rack has its own switch, with an uplink to
+// and a downlink from the switch that connects all racks.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ struct Segment {
     Kind kind{};
     std::uint32_t number{};  // of data: which segment of the connection
     std::uint64_t order{};   // of data: which transmission of the connection; of an ack: the one that it answers
-    std::uint32_t next{}, sacked{};  // of an ack: the first segment that is missing, and the one that just came
+    std::uint32_t next{}, sacked{};  // of an ack: the first segment that is missing, and the one that just arrived
 };
 
 struct SimPacket {
@@ -34,7 +34,7 @@ struct SimPacket {
 struct SwitchSettings {
     SimLinkSettings up{}, down{};
     Nanos delay{50 * microsecond};  // from host to host of one switch; twice that to another rack
-    std::size_t hosts_per_rack{};   // 0: all hosts hang on one switch
+    std::size_t hosts_per_rack{};   // 0: all hosts share one switch
     SimLinkSettings trunk{};        // between a rack and the switch of all racks, each way
 };
 
@@ -43,17 +43,17 @@ public:
     SimSwitch(std::size_t hosts, const SwitchSettings& settings);
 
     void send(SimPacket packet, Nanos now);
-    // Sets the rate of a rack's lines to and from the switch of all racks, from now on. Throws std::out_of_range.
+    // Sets the rate of a rack's links to and from the switch of all racks, from now on. Throws std::out_of_range.
     void set_trunk(std::size_t rack, double bytes_per_s);
-    // When the next thing happens; `never` if nothing is under way.
+    // When the next event is; `never` if nothing is in flight.
     [[nodiscard]] Nanos next_at() const { return events_.empty() ? never : events_.top().at; }
-    // Lets it happen, and returns the packet that thereby reached its host, if one did.
+    // Runs that event, and returns the packet that thereby reached its host, if one did.
     std::optional<SimPacket> step();
 
     [[nodiscard]] const SimLink& up(std::size_t host) const { return links_.at(2 * host); }
     [[nodiscard]] const SimLink& down(std::size_t host) const { return links_.at(2 * host + 1); }
     [[nodiscard]] std::uint64_t drops() const;
-    // Packets that found a queue full on a line between a rack and the switch that joins the racks.
+    // Packets that found a queue full on a link between a rack and the switch that connects the racks.
     [[nodiscard]] std::uint64_t trunk_drops() const;
 
 private:
@@ -62,13 +62,13 @@ private:
         Nanos at{};
         std::uint64_t order{};
         What what{};
-        std::uint32_t which{};  // line, or packet
-        std::uint32_t into{};   // line that the packet waits for next
+        std::uint32_t which{};  // link, or packet
+        std::uint32_t into{};   // link that the packet waits for next
         bool operator>(const Event& other) const { return at != other.at ? at > other.at : order > other.order; }
     };
 
     [[nodiscard]] std::size_t rack(std::size_t host) const { return hosts_per_rack_ == 0 ? 0 : host / hosts_per_rack_; }
-    // The line that a packet takes after this one.
+    // The link that a packet takes after this one.
     [[nodiscard]] std::size_t after(std::size_t line, const SimPacket& packet) const;
     void put(std::size_t line, std::uint32_t packet, Nanos now);
     void pull(std::size_t line, Nanos now);
@@ -80,9 +80,9 @@ private:
     Nanos delay_;
     std::size_t hosts_, hosts_per_rack_;
     std::vector<SimLink> links_;  // up and down of each host, then of each rack
-    std::vector<bool> awaited_;   // lines for which an event says when they are free
+    std::vector<bool> awaited_;   // links for which an event says when they are free
     std::vector<SimPacket> packets_;
-    std::vector<std::uint32_t> free_;  // places in packets_
+    std::vector<std::uint32_t> free_;  // positions in packets_
     std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
     std::uint64_t order_{};
 };

@@ -34,7 +34,7 @@ Nanos TcpSender::timeout() const {
 void TcpSender::write(std::uint32_t segments, Nanos now) {
     if (flight_.empty()) {
         if (sent_at_ != 0) {
-            // The window is forgotten by half for each timeout of silence.
+            // The window is halved for each timeout of idle time.
             const double least = std::min(initial_window, window_);
             if (now - sent_at_ > timeout()) threshold_ = std::max(threshold_, 0.75 * window_);
             for (Nanos idle = now - sent_at_ - timeout(); idle > 0 && window_ > least; idle -= timeout()) window_ /= 2;

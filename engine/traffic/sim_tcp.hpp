@@ -1,8 +1,8 @@
-// A model of TCP for simulations: the sender and the receiver of one connection, in whole segments and without any input
-// or output. It follows Linux where that shows in how long a response takes: ten segments at first, slow start that HyStart
-// ends, CUBIC's 0.7 after a loss and its growth beside Reno (round trips are too short for its cubic), losses found by the
-// order of transmissions (RACK: lines keep packets in order), a probe for a lost tail, timeouts of 200 ms and more, a window
-// that is kept between responses and shrinks in longer pauses.
+// A model of TCP for simulations: the sender and the receiver of one connection, in whole segments and without any
+// input or output. It follows Linux where that shows in how long a response takes: ten segments at first, slow start
+// that HyStart ends, CUBIC's 0.7 after a loss and its growth beside Reno (round trips are too short for its cubic),
+// losses found by the order of transmissions (RACK: links keep packets in order), a probe for a lost tail, timeouts of
+// 200 ms and more, a window that is kept between responses and shrinks in longer pauses.
 #pragma once
 
 #include <cstddef>
@@ -29,9 +29,10 @@ public:
     void open(Nanos rtt);
     // Appends segments to what is to be sent.
     void write(std::uint32_t segments, Nanos now);
-    // The next segment to put on the line now, if the window has room for any.
+    // The next segment to send now, if the window allows any.
     [[nodiscard]] std::optional<Transmission> next(Nanos now);
-    // `next`: the first segment that the receiver misses; `sacked`: the segment that it just got, by transmission `order`.
+    // `next`: the first segment that the receiver misses; `sacked`: the segment that it just got, by transmission
+    // `order`.
     void on_ack(std::uint32_t next, std::uint32_t sacked, std::uint64_t order, Nanos now);
     // When `on_timer` is due; `never` while nothing is in flight.
     [[nodiscard]] Nanos timer() const { return timer_; }
@@ -69,7 +70,7 @@ private:
     std::uint32_t most_pipe_{};  // since the last write into an idle connection
     Nanos srtt_{}, rttvar_{}, least_rtt_{never};
     Nanos sent_at_{}, timer_{never};
-    bool probes_{}, probed_{}, probe_{};  // a lost tail: the timer asks for it; was asked for; is to be asked for now
+    bool probes_{}, probed_{}, probe_{};  // tail-loss probe: the timer is for one; one was sent; one is to be sent now
     int backoff_{};
     // HyStart
     std::uint32_t round_end_{};
@@ -96,7 +97,7 @@ public:
 private:
     std::uint32_t next_{}, newest_{};
     std::uint64_t order_{};
-    std::set<std::uint32_t> beyond_;  // that came although earlier ones are missing
+    std::set<std::uint32_t> beyond_;  // that arrived although earlier ones are missing
     std::uint32_t unacked_{};
     Nanos timer_{never};
 };

@@ -6,7 +6,7 @@ namespace storm {
 
 bool AcceptorState::promise(Ballot ballot) {
     if (ballot < promised) return false;
-    // Who forgets what it has accepted answers twice: that, and what the next ballot asks.
+    // Injected bug: forgets the accepted value, so that another ballot may get a different one accepted.
     if (ballot != promised && views_bug == ViewsBug::answers) accepted = {};
     promised = ballot;
     return true;
@@ -34,7 +34,7 @@ void Proposal::on_promise(std::uint16_t rank, Ballot accepted_before, std::vecto
         found.reset();
     }
     const auto same = [&](const auto& each) { return each.first == rank; };
-    // A promise that is sent again names sessions that have come meanwhile. Steps are frozen.
+    // A promise that is sent again includes sessions added meanwhile. Steps are frozen, so they are the same.
     if (const auto old = std::find_if(positions.begin(), positions.end(), same); old != positions.end()) {
         old->second = std::move(where);
     } else {

@@ -7,7 +7,7 @@ namespace storm {
 namespace {
 
 constexpr Nanos never_received = -never;
-// A path that carries no data stays out of use for so many silences.
+// How long a link that carries no data counts as dead, in units of `silence`.
 constexpr Nanos blocked_silences = 10;
 
 }  // namespace
@@ -82,7 +82,7 @@ void Connectivity::refresh(Nanos now) {
         const Nanos until = last_received_at_[rank] + silence_;
         if (until <= now) {
             own.remove(rank);
-            // What a silent process said last is no longer true.
+            // The last report of a silent process no longer holds.
             reports_[rank] = {};
             changed_ = true;
         } else {
@@ -108,7 +108,7 @@ bool Connectivity::good(std::uint16_t who, const Ranks& others) const {
 }
 
 Ranks Connectivity::choose(Ranks from, const Ranks& dispensable) const {
-    // Almost always everybody hears everybody.
+    // Fast path: almost always, all ranks can reach each other.
     bool whole = true;
     for (const std::uint16_t rank : from)
         whole = whole && (!reports_[rank].received || reports_[rank].reachable.contains(from));

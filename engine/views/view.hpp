@@ -1,4 +1,4 @@
-// What processes agree on: who is there, and where their sessions begin.
+// A view (epoch, configuration): the numbered list of members that processes agree on, and where their sessions start.
 #pragma once
 
 #include <compare>
@@ -9,23 +9,23 @@
 
 namespace storm {
 
-// A process: the slot that it has, and how many processes had it before.
+// A process: its slot, and how many processes had the slot before (fencing).
 struct Member {
     std::uint16_t rank{};
     std::uint32_t incarnation{};
     auto operator<=>(const Member&) const = default;
 };
 
-// Where one session of a process stands.
+// The position of one session of a process.
 struct Position {
     std::uint32_t session{};
-    std::uint64_t steps{};    // steps that are complete; a frozen process completes no further one
-    std::uint32_t settled{};  // the latest view that is known to be in place on all its members, for this session
+    std::uint64_t steps{};    // steps that are complete; a frozen process completes no further step
+    std::uint32_t settled{};  // the latest view that all its members are known to have applied, for this session
     bool operator==(const Position&) const = default;
 };
 
-// Where a session begins in a view: the most steps, and the latest settled view, of all who had it and were in the view
-// before.
+// Where a session starts in a view: the most steps and the latest settled view among the processes that had the session
+// and were in the view before.
 struct Start {
     std::uint32_t session{};
     std::uint64_t steps{};
@@ -36,14 +36,13 @@ struct Start {
 struct View {
     std::uint32_t number{};
     std::vector<Member> members{};  // by rising rank
-    std::vector<Member>
-        joined{};   // those of the members who were not in the view before: they hold nothing of its state
-    Ranks blank{};  // of the members: those that hold nothing, because they joined with it or since
-    std::vector<Member> leaving{};  // no members: they hand over what they own, and go
+    std::vector<Member> joined{};   // members that were not in the view before: they hold none of its state
+    Ranks blank{};  // members that hold no state: they joined now, or earlier and have not settled since
+    std::vector<Member> leaving{};  // no longer members: they transfer the shards that they own, then leave
     std::vector<Start> starts{};    // by rising session
 
     [[nodiscard]] bool has(Member who) const;         // among the members
-    [[nodiscard]] bool is_leaving(Member who) const;  // among those that leave
+    [[nodiscard]] bool is_leaving(Member who) const;  // among the leaving processes
     [[nodiscard]] bool has_joined(Member who) const;
     [[nodiscard]] const Member* at(std::uint16_t rank) const;  // the member with that rank, if any
     [[nodiscard]] const Start* start(std::uint32_t session) const;
@@ -51,8 +50,8 @@ struct View {
     bool operator==(const View&) const = default;
 };
 
-// Whether `who` is a quorum of the view's members: more than half of them, or half with the lowest rank of those who did
-// not join with it. Any two quorums have a member in common.
+// Whether `who` is a quorum of the view's members: more than half of them, or half of them if that includes the lowest
+// rank that did not join with this view. Any two quorums have a member in common.
 [[nodiscard]] bool is_quorum(const View& view, const Ranks& who);
 
 }  // namespace storm

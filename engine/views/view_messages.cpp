@@ -16,7 +16,7 @@ public:
         out_.resize(at + sizeof value);
         std::memcpy(out_.data() + at, &value, sizeof value);
     }
-    // Seven bits a byte, the lowest first; all bytes but the last have the eighth set. Most incarnations are small.
+    // LEB128: seven bits a byte, lowest first; all bytes but the last have the eighth bit set.
     void incarnation(std::uint32_t value) {
         for (; value > 0x7f; value >>= 7) number(static_cast<std::uint8_t>(value | 0x80));
         number(static_cast<std::uint8_t>(value));
@@ -34,7 +34,7 @@ public:
         number(ballot.rank);
         incarnation(ballot.incarnation);
     }
-    // Bytes up to the last that is not zero, after their number: small jobs send little.
+    // The number of bytes, then the bytes up to the last that is not zero, so that small jobs send little.
     void ranks(const Ranks& ranks) {
         std::uint8_t bytes = 0;
         for (const std::uint16_t rank : ranks) bytes = static_cast<std::uint8_t>(rank / 8 + 1);
@@ -67,7 +67,7 @@ private:
     std::vector<std::byte>& out_;
 };
 
-// Reads on after an error, as zeros, and says in the end whether there was one.
+// After an error it keeps reading zeros; `whole` says at the end whether there was an error.
 class Reader {
 public:
     Reader(std::span<const std::byte> bytes, std::uint16_t capacity) : rest_(bytes), capacity_(capacity) {}
@@ -90,7 +90,7 @@ public:
             const auto byte = number<std::uint8_t>();
             value |= std::uint64_t{byte & 0x7fU} << bits;
             if ((byte & 0x80) != 0 && bits < 28) continue;
-            // There is one way to write a number: no byte of zeros at its end, and 32 bits.
+            // The encoding is unique: no zero byte at the end, and at most 32 bits.
             require((byte & 0x80) == 0 && (byte != 0 || bits == 0) && value <= 0xffff'ffffU);
             return good_ ? static_cast<std::uint32_t>(value) : 0;
         }
@@ -122,7 +122,7 @@ public:
         require(bytes <= Ranks::bits / 8 && bytes <= rest_.size());
         Ranks ranks;
         if (!good_ || bytes == 0) return ranks;
-        // The last byte is not zero, so that there is one way to write a set.
+        // The encoding is unique: the last byte is not zero.
         require(rest_[bytes - 1] != std::byte{0});
         for (std::size_t bit = 0; bit < 8 * bytes; ++bit) {
             if ((rest_[bit / 8] >> (bit % 8) & std::byte{1}) != std::byte{0}) ranks.add(bit);
@@ -224,7 +224,7 @@ bool is_quorum(const View& view, const Ranks& who) {
     for (const Member each : view.members) count += who.has(each.rank) ? 1 : 0;
     const std::size_t all = view.members.size();
     if (2 * count != all || all == 0) return 2 * count > all;
-    // A newcomer decides last: it may be gone before it has learnt that it is in.
+    // The tie goes to the lowest rank that did not just join: a newcomer may die before it learns that it was admitted.
     for (const Member each : view.members) {
         if (!view.has_joined(each)) return who.has(each.rank);
     }

@@ -1,11 +1,11 @@
-// How the next view comes about: who would be in it, who proposes it when, and what is answered.
+// Voting on the next view (Paxos): its members, which process proposes it and when, and how each answers.
 #include <algorithm>
 
 #include "views/views.hpp"
 
 namespace storm {
 
-// Members from whom something was heard, and whose slot nobody else has.
+// Members that are reachable and whose slot belongs to no other process.
 Ranks Views::alive() const {
     Ranks all;
     for (const Member who : latest_.members) {
@@ -15,14 +15,15 @@ Ranks Views::alive() const {
     return all;
 }
 
-// Members whom anybody hears who is heard: with a dead link, both ends must know of each other to choose as all others do.
+// Members that are reachable from this process or from any member that it can reach. Where a link is dead, both of its
+// ends must count each other, or they would choose differently from all others.
 Ranks Views::reachable_by_any() const {
     Ranks heard = net_.reachable();
     for (const std::uint16_t rank : alive()) heard = heard | net_.reported(rank);
     return (latest_.ranks() & heard) - replaced() - net_.left() - refused_;
 }
 
-// Members whose slot another process has.
+// Members whose slot now belongs to another process.
 Ranks Views::replaced() const {
     Ranks all;
     for (const Member who : latest_.members) all.set(who.rank, slots_[who.rank].incarnation > who.incarnation);
@@ -43,8 +44,8 @@ Views::Choice Views::choose(const Ranks& candidates, const Ranks& successors) co
         const Member who = *latest_.at(rank);
         (leavers.has(rank) ? choice.leaving : choice.members).push_back(who);
     }
-    // Those who come in are never a reason to drop somebody who is there. Whoever was brought by a member has no links
-    // yet that could be judged; whoever knocks by itself has, and they must be good.
+    // Never evict a member to admit a joiner. A joiner whose request comes through a member has no links yet that could
+    // be judged. A joiner that sends its own request has, and they must be good.
     Ranks all = choice.retained;
     for (std::uint16_t rank = 0; rank < capacity_; ++rank) {
         if (all.has(rank) || rank == self_.rank || net_.left().has(rank)) continue;
@@ -52,10 +53,10 @@ Views::Choice Views::choose(const Ranks& candidates, const Ranks& successors) co
         const bool brought =
             successors.has(rank) ||
             std::any_of(join_requests_.begin(), join_requests_.end(), [&](const JoinRequest& pending) {
-                // With the card, so that it does not get lost with the member who brought it.
+                // Only with its card: otherwise the card could be lost with the member that holds it.
                 return pending.who == Member{rank, slot.incarnation} && find_card(pending.who) != nullptr;
             });
-        // A knock counts if it was made in the knowledge of this view: an older one may be that of a process that died.
+        // A join request counts only if its sender knows the latest view: an older one may be from a process that died.
         const bool wants_join = (slot.flags & view_flag_wants_join) != 0 && slot.number == latest_.number &&
                                 net_.reachable().has(rank) && net_.good(rank, all);
         if ((!brought && !wants_join) || latest_.has({rank, slot.incarnation})) continue;
@@ -67,7 +68,7 @@ Views::Choice Views::choose(const Ranks& candidates, const Ranks& successors) co
     return choice;
 }
 
-// Whether somebody who was to hand over is lost, and a session still waits for it: the next view lists it no more.
+// Whether a leaving process is lost while a session still waits for its shards. The next view no longer lists it.
 bool Views::lost_a_leaver() const {
     const bool waits = std::any_of(sessions_.begin(), sessions_.end(),
                                    [&](const Session& each) { return each.place < latest_.number; });
@@ -77,8 +78,8 @@ bool Views::lost_a_leaver() const {
            });
 }
 
-// Looks whether another view is wanted, and whether it is for this process to propose it now. The first of those who
-// would go on does so at once; the others give it some time.
+// Decides whether another view is wanted, and whether this process proposes it now. The lowest rank of the members that
+// go on proposes at once; each further rank waits longer, so that proposers do not compete.
 void Views::consider(Nanos now) {
     dirty_ = false;
     consider_at_ = never;
@@ -106,10 +107,10 @@ void Views::consider(Nanos now) {
     if (acceptor_.promised && !refused_.has(acceptor_.promised.rank)) {
         due += active_at_ + 3 * silence_ / 8;
     } else {
-        // A goodbye is certain, and that nobody listens there nearly so; others may not know of it. Silence needs two more beats, in which all others notice it too. Of those who come in,
-        // several may come at once.
+        // After a goodbye or a refusal (port unreachable) it proposes at once. After a silence it waits two more beats,
+        // so that all others notice the silence too. For joiners it waits one beat, as several may come at once.
         due += wanted_since_ + (choice.lost || orphaned ? 2 * period_ : choice.joined.empty() ? 0 : period_);
-        // Others of this lineage may live where this process does not reach them yet.
+        // Other members of this lineage of views may be alive but not reachable yet.
         if (!choice.quorum) due += silence_;
     }
     if (now >= due) {
@@ -132,7 +133,7 @@ void Views::propose(Nanos now) {
     drive(now);
 }
 
-// Asks again those who have not answered.
+// Drives the proposal: moves it on or aborts it, and asks again the voters that have not answered.
 void Views::drive(Nanos now) {
     if (now < proposal_->resend_at) return;
     if (now >= proposal_->began_at + silence_) return abort_proposal(now);
@@ -167,7 +168,7 @@ void Views::abort_proposal(Nanos now) {
     dirty_ = true;
 }
 
-// Goes on to the votes once everybody who seems to be there has promised, or after a while those who make a quorum.
+// Starts the second phase of Paxos once all reachable voters have promised, or after a while once a quorum has.
 void Views::try_vote(Nanos now) {
     Proposal& own = *proposal_;
     if (own.voting) return;
@@ -178,9 +179,10 @@ void Views::try_vote(Nanos now) {
     if (!awaited.empty() && now < own.began_at + silence_ / 4) return;
     const bool quorum = has_quorum(latest_, own.promised - own.replaced, alive());
     if (!quorum && !own.all_answered(latest_, own.promised)) return;
-    if (own.highest && !own.found) return;  // comes with the promise when that is asked for again
+    if (own.highest && !own.found) return;  // the value comes with the next promise, as `drive` asks again
     if (own.found) {
-        // It may have been decided already. Who is in it has promised, if not to us, and is still where it was then.
+        // Paxos: this value may have been decided already. Its members have promised in that ballot, if not in ours, so
+        // their positions have not changed since.
         own.value = *own.found;
     } else {
         const Choice choice = choose(own.promised & (latest_.ranks() - own.replaced), own.promised & own.replaced);
@@ -190,7 +192,7 @@ void Views::try_vote(Nanos now) {
         own.value.members = choice.members;
         own.value.joined = choice.joined;
         own.value.leaving = choice.leaving;
-        // Whoever was leaving and has not gone yet still has something to hand over.
+        // A process that was leaving and is still here has shards left to transfer.
         for (const Member who : latest_.leaving) {
             const bool there = own.promised.has(who.rank) && slots_[who.rank].incarnation == who.incarnation;
             const bool listed = std::any_of(choice.members.begin(), choice.members.end(),
@@ -201,13 +203,13 @@ void Views::try_vote(Nanos now) {
             among.add(who.rank);
         }
         std::sort(own.value.leaving.begin(), own.value.leaving.end());
-        // Those who hold nothing must not begin anew without those who hold something: they wait for them. If all others are
-        // gone for good, nothing is left to wait for, and a view without holders says so.
+        // Blank members must not start over while a process with state may return: the proposal is aborted, and they
+        // wait. Once all others are gone for good, a view without state holders is proposed.
         const bool lost = (voters() - own.promised - own.replaced - net_.left()).empty();
         if (!latest_.starts.empty() && (own.state_holders & among).empty() && !lost) return abort_proposal(now);
         own.value.blank = own.value.ranks() - (own.state_holders & choice.retained);
         own.value.starts = own.starts(among);
-        // A lineage that was lost with those who were replaced may have reached higher numbers; none so high.
+        // Without a quorum, the number jumps above all numbers that views of the replaced members can have reached.
         own.value.number = quorum ? latest_.number + 1 : (latest_.number | 0xffffU) + 1;
     }
     own.voting = true;
@@ -233,8 +235,8 @@ void Views::try_decide(Nanos now) {
     for (const std::uint16_t rank : readers - net_.left()) out_.push_back({rank, body});
 }
 
-// Whether this process votes on the view after the latest: its members do, those who leave tell where they stand, and
-// a process whose predecessor in the slot was a member answers in its place.
+// Whether this process answers proposals for the view after the latest. Members vote; leaving processes answer with
+// their positions; a process whose predecessor in the slot was a member answers in its stead.
 bool Views::votes() const {
     const Member* present = latest_.at(self_.rank);
     return is_participant() || (present != nullptr && present->incarnation < self_.incarnation);

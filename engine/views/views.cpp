@@ -7,9 +7,9 @@ namespace storm {
 namespace {
 
 constexpr Nanos first_join_backoff = second, longest_join_backoff = 30 * second, long_inside = 60 * second;
-// An ask is forgotten after so long; whoever still wants in asks again.
+// A join request is forgotten after this time; a process that still wants to join sends another.
 constexpr Nanos join_request_lifetime = 15 * second;
-// Processes outside the view hear from us every so many beats.
+// Only every so many heartbeats also go to processes outside the view.
 constexpr unsigned outsider_beats = 5;
 
 }  // namespace
@@ -27,14 +27,14 @@ Views::Views(const ViewsConfig& config, Nanos now)
       join_backoff_(first_join_backoff),
       inside_since_(now) {
     if (config.capacity > Ranks::bits) throw std::invalid_argument("views have at most 256 slots");
-    if (config.self.rank >= config.capacity) throw std::invalid_argument("the own rank lies beyond the slots");
+    if (config.self.rank >= config.capacity) throw std::invalid_argument("own rank must be below the number of slots");
     slots_[self_.rank].incarnation = self_.incarnation;
     if (config.members.empty()) return;
     latest_.number = config.number;
     latest_.members = config.members;
     std::sort(latest_.members.begin(), latest_.members.end());
     for (const Member who : latest_.members) {
-        if (who.rank >= capacity_) throw std::invalid_argument("a member's rank lies beyond the slots");
+        if (who.rank >= capacity_) throw std::invalid_argument("a member's rank must be below the number of slots");
         if (who.rank != self_.rank) slots_[who.rank] = {.incarnation = who.incarnation};
     }
     update_usable();
@@ -81,7 +81,7 @@ void Views::readmitted(Member who, Nanos now) {
     if (who.rank < capacity_ && who.rank != self_.rank) occupy(who, now);
 }
 
-// A process has the slot, if it is not older than the one that we know there.
+// A process claims the slot. It gets it unless a newer process is known there.
 void Views::occupy(Member who, Nanos now) {
     SlotState& slot = slots_[who.rank];
     if (who.incarnation < slot.incarnation) return;
@@ -89,7 +89,7 @@ void Views::occupy(Member who, Nanos now) {
         slot = {.incarnation = who.incarnation};
         net_.reset(who.rank);
         refused_.remove(who.rank);
-        // The promises of a proposal are those of the processes that it began with.
+        // The promises of a proposal count only for the processes that it began with.
         if (proposal_ && voters().has(who.rank)) abort_proposal(now);
         dirty_ = true;
     }
@@ -106,7 +106,7 @@ void Views::receive(std::uint16_t from, std::span<const std::byte> body, Nanos n
     on_received(from, now);
     if (message->number > slots_[from].number) {
         slots_[from].number = message->number;
-        dirty_ = true;  // it may have knocked before, and know this view only now
+        dirty_ = true;  // its join request counts from now on, as it knows this view only now
     }
     catch_up(from, *message, now);
     switch (message->kind) {
@@ -148,12 +148,13 @@ void Views::receive(std::uint16_t from, std::span<const std::byte> body, Nanos n
 
 void Views::on_record(const View& view, Nanos now) {
     if (view.number <= latest_.number) return;
-    // Who has accepted a view in another's place belongs to that lineage, and must not be won over by one that it left.
+    // A process that accepted a view in its predecessor's stead belongs to that lineage of views. It must not install a
+    // view of a lineage that it has left.
     if (!is_participant() && acceptor_.accepted && view.number < acceptor_.value.number) return;
     install(view, now);
 }
 
-// Whoever knows a later view tells the other. The latest is enough: nobody needs those between.
+// Of two processes, the one with the later view sends it to the other. Those between are not needed.
 void Views::catch_up(std::uint16_t from, const ViewMessage& message, Nanos now) {
     SlotState& slot = slots_[from];
     const Nanos gap = silence_ / 40;
@@ -174,7 +175,7 @@ void Views::catch_up(std::uint16_t from, const ViewMessage& message, Nanos now) 
 void Views::on_beat(std::uint16_t from, const ViewMessage& message, Nanos now) {
     net_.report(from, message.reachable, now);
     if (slots_[from].flags != message.flags) {
-        // Whether a peer is frozen is news to people only.
+        // The frozen flag is for display only.
         if (((slots_[from].flags ^ message.flags) & ~view_flag_frozen) != 0) dirty_ = true;
         slots_[from].flags = message.flags;
     }
@@ -191,7 +192,7 @@ void Views::on_beat(std::uint16_t from, const ViewMessage& message, Nanos now) {
 }
 
 void Views::on_card(const ViewMessage& message) {
-    // Only cards that somebody needs are kept: strangers cannot fill the memory.
+    // Keeps only cards of members and joiners, so that strangers cannot fill the memory.
     const bool needed =
         latest_.has(message.who) || std::any_of(join_requests_.begin(), join_requests_.end(),
                                                 [&](const JoinRequest& pending) { return pending.who == message.who; });
@@ -255,7 +256,7 @@ void Views::beat(Nanos now) {
     const Ranks listed = voters();
     for (std::uint16_t rank = 0; rank < capacity_; ++rank) {
         if (rank == self_.rank || net_.left().has(rank)) continue;
-        // The others hear of us too, wherever there is somebody: they may have been cut off for long.
+        // Slots outside the view get heartbeats too: a process there may have been partitioned from us for long.
         if (outsiders_too || listed.has(rank)) out_.push_back({rank, body});
     }
 }
@@ -274,7 +275,7 @@ bool Views::advance(const Position& position) {
                                     [&](const Session& each) { return each.position.session == position.session; });
     if (found == sessions_.end()) return false;
     const Start* start = latest_.start(position.session);
-    // A view from which all go on is in place, also where this process hears so only with the next one.
+    // A view that all start the next one from is settled, also if this process learns that only with the next view.
     const bool settles = is_participant() && (position.settled == latest_.number ||
                                               (start != nullptr && position.settled == start->base &&
                                                position.settled > found->place && !latest_.has_joined(self_)));
@@ -304,7 +305,8 @@ bool Views::blank(std::uint32_t session) const {
 }
 
 void Views::request_admission(Member who, std::span<const std::byte> card, Nanos now) {
-    if (who.rank >= capacity_) throw std::invalid_argument("the rank that asks in lies beyond the slots");
+    if (who.rank >= capacity_)
+        throw std::invalid_argument("the rank that asks to join must be below the number of slots");
     if (card.size() > most_card_bytes) throw std::invalid_argument("a card has at most 400 bytes");
     if (find_card(who) == nullptr) cards_.push_back({who, {card.begin(), card.end()}});
     update_usable();
@@ -346,7 +348,7 @@ void Views::add_join_request(Member who, Nanos now, Nanos until, bool own) {
     dirty_ = true;
 }
 
-// A decided view takes effect. It may come from its proposer, or much later from anybody.
+// Installs a decided view. It may come from its proposer, or much later from any process.
 void Views::install(const View& view, Nanos now) {
     const bool was_inside = is_participant();
     latest_ = view;
@@ -371,7 +373,7 @@ void Views::install(const View& view, Nanos now) {
                             [&](const JoinRequest& pending) { return pending.who == card.who; });
     });
     if (view.has_joined(self_)) {
-        // Whatever this process had is of a past in which the others have no part.
+        // The state of this process belongs to an earlier membership and must be discarded.
         for (Session& each : sessions_) each = {.position = {.session = each.position.session}, .blank = true};
         for (const Member who : view.members) net_.trust(who.rank, now);
         inside_since_ = now;
@@ -399,7 +401,7 @@ bool Views::inside() const { return is_participant() && (usable_.has(self_) || u
 
 bool Views::frozen() const { return is_participant() && static_cast<bool>(acceptor_.promised); }
 
-// An outsider knocks, unless it wants to leave or another process has its slot.
+// A process outside the view asks to join, unless it wants to leave or another process has its slot.
 bool Views::wants_join(Nanos now) const {
     const Member* present = latest_.at(self_.rank);
     const bool replaced = present != nullptr && present->incarnation > self_.incarnation;
@@ -431,14 +433,15 @@ bool Views::lacks_cards() const {
                        [&](Member who) { return who.incarnation != 0 && who != self_ && find_card(who) == nullptr; });
 }
 
-// Asks one process after the other for the first card that is missing.
+// Requests the missing cards from one member after the other.
 void Views::fetch_cards(Nanos now) {
     cards_at_ = lacks_cards() ? now + silence_ / 40 : never;
     if (cards_at_ == never) return;
     for (const Member who : latest_.members) {
         if (who.incarnation == 0 || who == self_ || find_card(who) != nullptr) continue;
         const std::uint16_t helper = latest_.members[next_helper_++ % latest_.members.size()].rank;
-        // The process itself may be asked too: of two members there is no other, and its address may be known by other means.
+        // The process itself may be asked too: with two members there is no other helper, and its address may be known
+        // by other means.
         if (helper == self_.rank) continue;
         ViewMessage request = make(ViewMessageKind::request);
         request.who = who;

@@ -17,7 +17,7 @@ Control Controls::pop() {
 
 namespace {
 
-// So many copies that it hardly ever happens that all are lost: that costs a round trip and more.
+// As many copies as make the loss of all of them rare: that would cost at least a round trip.
 unsigned copies_against(double loss) {
     constexpr unsigned most = 4;
     constexpr double rare = 2e-3;

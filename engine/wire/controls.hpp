@@ -1,4 +1,4 @@
-// Control datagrams that wait to be sent to one peer: few, as equal ones are merged and there is a bound.
+// Queue of control datagrams to one peer. It is bounded, and equal entries are merged.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace storm {
 
-// What a control datagram says.
+// Content of a control datagram.
 struct Control {
     Kind kind{};
     std::uint8_t flags{};
@@ -20,12 +20,12 @@ struct Control {
 
 class Controls {
 public:
-    // Every control that matters is sent again or asked for again, so dropping those above the bound does no harm.
+    // Every control that matters is retransmitted or requested again, so dropping those above the bound does no harm.
     static constexpr std::size_t most = 1024;
 
     // Appends a control, unless an equal one waits already or the queue is full.
     void push(const Control& what);
-    // Takes the oldest; there must be one.
+    // Removes and returns the oldest entry. The queue must not be empty.
     [[nodiscard]] Control pop();
     [[nodiscard]] bool empty() const { return waiting_.empty(); }
 
@@ -36,13 +36,14 @@ private:
 // What a sender knows of a link when it decides how often to send a control.
 struct LinkState {
     double loss{};      // fraction of datagrams that are lost
-    bool lossy{};       // so many datagrams are lost that sending twice pays
-    unsigned probes{};  // pings without an answer since the peer last acknowledged something
+    bool lossy{};       // loss is so high that sending twice pays
+    unsigned probes{};  // unanswered pings since the peer last acknowledged something
 };
 
-// How many copies of a control leave at once. More than one, where somebody waits for it: at the end of a lossy message;
-// for a ping after unanswered ones, as the link is having a bad time; and on a lossy link for urgent reports, pings, and
-// what says that a message is closed: a sender that relied on parity learns it from nothing else. `urgent`: how many copies of a report were asked for, 0 if none was.
+// How many copies of a control are sent at once. More than one where a lost copy would make a peer wait: for `end`; for
+// a ping after unanswered pings; and on a lossy link for urgent reports, pings and `done`, from which alone a sender
+// that relied on parity learns that a message is closed. `urgent`: how many copies of a report were requested, 0 if
+// none.
 [[nodiscard]] unsigned copies_of(Kind kind, unsigned urgent, const LinkState& link);
 
 }  // namespace storm

@@ -11,8 +11,8 @@ namespace {
 
 // Settings such as loss 0.9 with burst 9 lie on the edge of what is feasible; rounding must not push them over it.
 constexpr double feasible = 1.0 + 1e-9;
-// After so many changes of state in one silence, a timed link has forgotten where it began: its state is drawn anew, so
-// that a long silence costs no more.
+// After this many changes of state during one pause, a timed link has forgotten its initial state. Its state is then
+// drawn at random, which bounds the cost of a long pause.
 constexpr int most_changes = 1000;
 
 [[noreturn]] void reject(std::string_view where, const std::string& why) {
@@ -36,7 +36,8 @@ void check_delay(std::string_view where, const char* knob, Nanos value) {
         reject(where, std::string(knob) + " must lie in [0, 1 h], got " + text(value) + " ns");
 }
 
-// Chance to enter the bad state, such that it lasts `burst` datagrams on average and covers the fraction `loss` of time.
+// Chance to enter the bad state, such that it lasts `burst` datagrams on average and covers the fraction `loss` of
+// time.
 double burst_entry(double loss, double burst) { return loss / ((1.0 - loss) * burst); }
 
 // The finaliser of splitmix64, a bijection: different links of one seed can never share a state.
@@ -103,8 +104,8 @@ FaultyLink::FaultyLink(std::shared_ptr<const LinkFaults> faults, std::uint64_t s
         enter_burst_ = burst_entry(faults_->loss, faults_->burst);
         leave_burst_ = 1.0 / faults_->burst;
     }
-    // A stationary start: the first datagram is lost as often as any other. Both draws are made whatever the settings, as
-    // in next().
+    // A stationary start: the first datagram is lost as often as any other. Both draws are made whatever the settings,
+    // as in next().
     const double start = uniform(), offset = uniform();
     in_burst_ = start < faults_->loss;
     trace_at_ = static_cast<std::size_t>(offset * static_cast<double>(faults_->trace.size()));
@@ -127,8 +128,8 @@ double FaultyLink::uniform() { return fraction(draw()); }
 
 double FaultyLink::timed_uniform() { return fraction(mix(timed_state_ += golden_gamma)); }
 
-// An exponential time: `burst_time` on average in the bad state, and in the good one so long that the bad state covers the
-// fraction `loss` of time.
+// An exponentially distributed time. Its mean is `burst_time` in the bad state, and in the good state so long that the
+// bad state covers the fraction `loss` of time.
 Nanos FaultyLink::time_in_state() {
     const double bad = static_cast<double>(faults_->burst_time), p = faults_->loss;
     const double time = -std::log1p(-timed_uniform()) * (in_burst_ ? bad : bad * (1.0 - p) / p);
@@ -163,8 +164,8 @@ bool FaultyLink::next_is_lost(double u, Nanos now) {
     return lost;
 }
 
-// In a first pass all receivers of a collective get the same exchange and chunk. The draws of the link are not touched:
-// the bit above its two ranks keeps this apart from the links' seeds.
+// In a first pass, all receivers of a collective get the same exchange and chunk. The link's own random sequence is not
+// used: the bit above its two ranks keeps this seed apart from the links' seeds.
 bool FaultyLink::is_lost_at_source(const Header* header) const {
     const bool first_pass = header != nullptr && header->kind == Kind::data && (header->flags & flag_repair) == 0;
     std::uint64_t x = mix(seed_ + golden_gamma) ^ (std::uint64_t{1} << 32) ^ (std::uint64_t{source_} << 16);
@@ -178,7 +179,8 @@ bool FaultyLink::is_lost_at_source(const Header* header) const {
     return fraction(x) < faults_->shared;
 }
 
-// Every fate takes the same seven draws, needed or not: adding duplicates to a setting must not change what is lost.
+// Every datagram takes the same seven draws, needed or not: adding duplicates to a setting must not change which
+// datagrams are lost.
 Fate FaultyLink::next(Nanos now, const Header* header) {
     const double loss = uniform(), duplicate = uniform(), reorder = uniform(), corrupt = uniform();
     const double depth = uniform(), jitter = uniform();
@@ -214,7 +216,8 @@ void FaultPath::set(std::shared_ptr<const FaultSettings> settings, Nanos now) {
     if (settings == settings_) return;
     if (settings != nullptr) settings->validate();
 
-    // Arrival numbers and orders of entry come from one counter, so what enters the delay from now on sorts behind.
+    // Arrival numbers and orders of entry come from one counter, so datagrams that enter the delay stage from now on
+    // sort behind.
     std::map<std::pair<Nanos, std::uint64_t>, HeldDatagram> due_now;
     for (auto& entry : delayed_) due_now.emplace(std::pair(now, entry.second.arrival), std::move(entry.second));
     for (HeldDatagram& held : waiting_) due_now.emplace(std::pair(now, held.arrival), std::move(held));
@@ -260,7 +263,7 @@ void FaultPath::apply_faults(std::uint16_t source, std::span<std::byte> datagram
     pass_or_hold(source, link, datagram, fate, now, deliver);
     if (fate.copies > 1) pass_or_hold(source, link, copy_, fate, now, deliver);
 
-    // Whatever waits counts this datagram even if it was itself held back, or else reorder = 1 would hold everything.
+    // Waiting datagrams count this one even if it is held back itself. Otherwise reorder = 1 would hold everything.
     for (std::size_t i = 0; i < link.waiting.size();) {
         const auto waiter = link.waiting[i];
         if (waiter->leaves_with > link.arrived) {
@@ -304,7 +307,8 @@ void FaultPath::pass_or_hold(std::uint16_t source, SourceState& link, std::span<
         delay_until(now + fate.delay, std::move(held));
 }
 
-// `held` comes by value: `deliver` may throw, and by then the datagram must be out of every structure and every count.
+// `held` is passed by value: `deliver` may throw, and by then the datagram must be out of every structure and every
+// count.
 void FaultPath::deliver_held(HeldDatagram held, const Sink& deliver) {
     --held_datagrams_;
     held_bytes_ -= held.bytes.size();

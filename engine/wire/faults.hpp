@@ -1,5 +1,5 @@
-// Injected faults: seeded models of what a network does to datagrams, used by the receive path and by the simulated
-// network alike.
+// Fault injection: seeded models of loss, delay, reordering, duplication and corruption of datagrams, used by the
+// receive path and by the simulated network alike.
 #pragma once
 
 #include <algorithm>
@@ -30,13 +30,14 @@ inline constexpr Nanos max_fault_delay = 3600 * second;
 // The faults of one directed link. Probabilities are per datagram.
 struct LinkFaults {
     double loss{};
-    // Mean length of a loss burst in datagrams. Exactly 1 is independent loss (Bernoulli, whose runs have the mean length
-    // 1 / (1 - loss)); more is Gilbert-Elliott.
+    // Mean length of a loss burst in datagrams. Exactly 1 is independent loss (Bernoulli, whose runs have the mean
+    // length 1 / (1 - loss)); more is Gilbert-Elliott.
     double burst{1.0};
-    // Mean duration of a loss burst; 0 leaves bursts to `burst`, which is 1 otherwise. The link is bad and loses everything,
-    // or good and loses nothing, for exponential times: time alone ends a burst, also for a sender that falls silent.
+    // Mean duration of a loss burst. If it is 0, `burst` decides; otherwise `burst` must be 1. The link alternates
+    // between a bad state that loses everything and a good state that loses nothing, for exponentially distributed
+    // times. Time alone ends a burst, even if the sender pauses.
     Nanos burst_time{};
-    // Chance that a chunk is lost right at its source, and so for all its receivers; in addition to `loss`.
+    // Chance that a chunk is lost at its source, and so for all its receivers; in addition to `loss`.
     double shared{};
     double duplicate{};
     double reorder{};  // chance that a datagram is held back behind up to `reorder_depth` later ones
@@ -61,8 +62,9 @@ struct Fate {
     bool operator==(const Fate&) const = default;
 };
 
-// The sequence of fates on a directed link: a pure function of (seed, source, target, count). Two losses are exceptions:
-// shared loss depends on the chunk, so that receivers in different processes agree on it, and timed bursts on the time.
+// The sequence of fates on a directed link: a pure function of (seed, source, target, count). Two losses are
+// exceptions: shared loss depends on the chunk, so that receivers in different processes agree on it, and timed bursts
+// on the time.
 class FaultyLink {
 public:
     // Throws std::invalid_argument as LinkFaults::validate does.
@@ -70,9 +72,9 @@ public:
     // Shares faults that were validated before, so that a long trace is not copied for every link.
     FaultyLink(std::shared_ptr<const LinkFaults> faults, std::uint64_t seed, std::uint16_t source,
                std::uint16_t target);
-    // The fate of a datagram that crosses the link at `now`; timed bursts begin with the first one. Shared loss needs the
-    // header of a chunk's first sending. For anything else (no header, a repair, a control datagram) it is drawn for this
-    // link alone, anew at each attempt.
+    // The fate of a datagram that crosses the link at `now`; timed bursts begin with the first one. Shared loss needs
+    // the header of a chunk's first transmission. For anything else (no header, a retransmission, a control datagram)
+    // it is drawn for this link alone, at each attempt.
     [[nodiscard]] Fate next(Nanos now, const Header* header = nullptr);
     // Whether `next` needs headers.
     [[nodiscard]] bool shares() const { return faults_->shared > 0.0; }
@@ -132,26 +134,26 @@ inline constexpr auto fault_names = std::to_array<Named<FaultCounters>>({
 });
 static_assert(names_all(fault_names), "a counter is missing from the list, or in it twice");
 
-// The faults of one endpoint's receive path, between the socket (or the simulated wire) and the core. Held datagrams pass
-// two stages: first they wait for later ones of their link (reordering), then for their delay. One thread owns it, and
-// `deliver` must not call back into it. `deliver` takes a std::span<std::byte> that it may overwrite.
+// The faults of one endpoint's receive path, between the socket (or the simulated wire) and the core. Held datagrams
+// pass two stages: first they wait for later ones of their link (reordering), then for their delay. One thread owns it,
+// and `deliver` must not call back into it. `deliver` takes a std::span<std::byte> that it may overwrite.
 class FaultPath {
 public:
     static constexpr std::size_t max_held_datagrams = 4096;
     static constexpr std::size_t max_held_bytes = std::size_t{64} << 20;
 
-    // `corruptible_bytes`: only so many bytes of each datagram are ever corrupted. Bytes that no checksum covers must stay
-    // intact, as nobody would notice the damage. Lanes of one endpoint have different fates.
+    // `corruptible_bytes`: only so many bytes of each datagram are ever corrupted. Bytes that no checksum covers must
+    // stay intact, as their corruption would go undetected. Each lane of an endpoint draws its own fates.
     explicit FaultPath(std::uint16_t rank, std::size_t corruptible_bytes = max_datagram_bytes, std::uint16_t lane = 0)
         : rank_(rank), lane_(lane), corruptible_bytes_(corruptible_bytes) {}
 
-    // Null turns faults off. Every change starts the links' fates anew, and the next `release` delivers whatever the old
-    // settings held back, in the order of arrival. The same settings again change nothing. Throws std::invalid_argument, and
-    // changes nothing, when the settings are not valid.
+    // Null turns faults off. Every change restarts the links' random sequences, and the next `release` delivers all
+    // that the old settings held back, in order of arrival. Setting the same settings again has no effect. Throws
+    // std::invalid_argument, and changes nothing, if the settings are invalid.
     void set(std::shared_ptr<const FaultSettings> settings, Nanos now);
 
-    // Delivers at once what the faults let through: this datagram, in place, and reordered ones whose turn has come. The
-    // buffer may be reused on return.
+    // Delivers at once what the faults let through: this datagram, in place, and reordered ones that are due.
+    // The buffer may be reused on return.
     template <class Deliver>
     void receive(std::uint16_t source, std::span<std::byte> datagram, Nanos now, Deliver&& deliver) {
         if (settings_ == nullptr) [[likely]] {
@@ -186,7 +188,7 @@ private:
 
     struct HeldDatagram {
         std::vector<std::byte> bytes;
-        std::uint64_t arrival{};      // its place among all held datagrams
+        std::uint64_t arrival{};      // its position among all held datagrams
         std::uint64_t leaves_with{};  // the arrival of its link that ends its wait
         std::uint16_t source{};
         Nanos expires{};
@@ -209,7 +211,7 @@ private:
     std::uint16_t rank_, lane_;
     std::size_t corruptible_bytes_;
     std::shared_ptr<const FaultSettings> settings_;
-    std::vector<std::unique_ptr<SourceState>> links_;  // by source; strangers can make 65,536 at most
+    std::vector<std::unique_ptr<SourceState>> links_;  // by source; forged datagrams can make 65,536 at most
     std::list<HeldDatagram> waiting_;                  // for later ones; in order of arrival, so of expiry
     std::map<std::pair<Nanos, std::uint64_t>, HeldDatagram> delayed_;  // by (due, order of entry)
     std::vector<std::byte> copy_;                                      // a duplicate's bytes; kept to save allocations

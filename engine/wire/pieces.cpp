@@ -9,7 +9,7 @@ namespace {
 // How many bytes of incomplete chunks one peer may occupy; at least two chunks, as two may be reordered.
 constexpr std::size_t most_held_bytes = 256 << 10;
 
-// Pieces are multiples of 16 bytes, so that no element is cut.
+// Pieces are multiples of 16 bytes, so that no element is split.
 constexpr std::size_t rounded(std::size_t bytes) { return (bytes + 15) / 16 * 16; }
 
 }  // namespace
@@ -19,10 +19,11 @@ PieceLayout::PieceLayout(std::size_t chunk_size, std::size_t pieces)
 
 PieceLayout PieceLayout::for_datagram(std::size_t chunk_size, std::size_t datagram_bytes, std::size_t overhead) {
     const std::size_t taken = overhead + PiecePrefix::wire_bytes;
-    const std::size_t room = datagram_bytes > taken ? (datagram_bytes - taken) / 16 * 16 : 0;
-    if (room == 0) return {chunk_size, most_pieces};
+    const std::size_t capacity = datagram_bytes > taken ? (datagram_bytes - taken) / 16 * 16 : 0;
+    if (capacity == 0) return {chunk_size, most_pieces};
     // The number of pieces for this size; rounding each piece up may make one of them unnecessary.
-    const PieceLayout layout(chunk_size, std::clamp<std::size_t>((chunk_size + room - 1) / room, 2, most_pieces));
+    const PieceLayout layout(chunk_size,
+                             std::clamp<std::size_t>((chunk_size + capacity - 1) / capacity, 2, most_pieces));
     return {chunk_size,
             std::max<std::size_t>((chunk_size + layout.bytes - 1) / std::max<std::size_t>(layout.bytes, 1), 1)};
 }
@@ -73,7 +74,7 @@ Pieces::Taken Pieces::take(const Header& header, std::uint64_t number, std::span
     auto found = std::find_if(partial_.rbegin(), partial_.rend(), same_chunk);
     if (found != partial_.rend() && (found->count != layout.count || found->bytes.size() != layout.chunk_bytes ||
                                      found->message_bytes != header.message_bytes)) {
-        // The chunk was sent again in another cut: the old pieces do not fit the new ones.
+        // The chunk was retransmitted with another layout: the old pieces do not fit the new ones.
         partial_.erase(std::next(found).base());
         found = partial_.rend();
     }
@@ -98,7 +99,7 @@ Pieces::Taken Pieces::take(const Header& header, std::uint64_t number, std::span
         partial.here |= one;
         partial.numbers.push_back(number);
     } else if (partial.numbers.size() < 2 * layout.count) {
-        partial.numbers.push_back(number);  // sent again, and here before the rest of the first time
+        partial.numbers.push_back(number);  // retransmitted, and received before the rest of the first transmission
     }
     if (partial.here + 1 != (layout.count == 64 ? 0 : 1ULL << layout.count)) return Taken::kept;
     complete_ = std::move(partial);

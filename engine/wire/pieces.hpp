@@ -1,7 +1,8 @@
-// Chunks in pieces, for paths that do not carry a whole one: how they are cut, and how a receiver puts them together.
+// Fragmentation and reassembly: chunks travel in pieces over paths whose MTU does not carry a whole chunk.
 //
-// A chunk arrives whole or not at all: the numbers of its pieces are reported together, when the last one is here. To
-// the sender a chunk thus behaves like one datagram, and a receiver may drop an incomplete chunk at any time.
+// A chunk arrives whole or not at all: the packet numbers of its pieces are acknowledged together, once the last piece
+// has arrived. So a chunk behaves like one datagram to the sender, and a receiver may drop an incomplete chunk at any
+// time.
 #pragma once
 
 #include <array>
@@ -16,7 +17,7 @@
 
 namespace storm {
 
-// How a chunk is cut: `count` pieces of `bytes` each, of which the last may be shorter.
+// How a chunk is fragmented: `count` pieces of `bytes` each, of which the last may be shorter.
 struct PieceLayout {
     static constexpr std::size_t most_pieces = 64;
 
@@ -27,9 +28,9 @@ struct PieceLayout {
     [[nodiscard]] std::size_t size(std::size_t piece) const {
         return piece + 1 < count ? bytes : chunk_bytes - (count - 1) * bytes;
     }
-    // Whether every piece holds at least a byte; a cut sent by a peer may be wrong.
+    // True if every piece holds at least a byte. A layout sent by a peer may be invalid.
     [[nodiscard]] bool valid() const { return count >= 2 && count <= most_pieces && (count - 1) * bytes < chunk_bytes; }
-    // The cut into the fewest pieces that fit `datagram_bytes` each, with `overhead`.
+    // The layout with the fewest pieces that fit `datagram_bytes` each, with `overhead`.
     static PieceLayout for_datagram(std::size_t chunk_size, std::size_t datagram_bytes, std::size_t overhead);
     // The smallest datagram in which a piece of such a chunk fits.
     static std::size_t least_datagram(std::size_t chunk_size, std::size_t overhead);
@@ -45,7 +46,7 @@ struct PiecePrefix {
 [[nodiscard]] std::optional<PiecePrefix> parse_piece(std::span<const std::byte> payload);
 void write_piece(const PiecePrefix& prefix, std::span<std::byte, PiecePrefix::wire_bytes> out);
 
-// The chunks of one peer that are not complete. Bounded: the oldest makes room for the newest.
+// Reassembly buffer: the incomplete chunks of one peer. Bounded: the oldest is dropped for the newest.
 class Pieces {
 public:
     enum class Taken : std::uint8_t { malformed, kept, complete };
@@ -53,10 +54,11 @@ public:
     // `chunk_bytes`: no chunk is larger.
     explicit Pieces(std::size_t chunk_bytes);
 
-    // Takes the payload of a datagram that holds a piece. If the chunk is now complete, `whole()` and `numbers()` are its
-    // bytes and the packet numbers of its pieces, until the next call.
+    // Takes the payload of a datagram that holds a piece. If the chunk is now complete, `whole()` and `numbers()` are
+    // its bytes and the packet numbers of its pieces, until the next call.
     [[nodiscard]] Taken take(const Header& header, std::uint64_t number, std::span<const std::byte> payload);
-    // Whether a piece with this packet number waits here. It is not reported yet, so only this shows that it is a duplicate.
+    // True if a piece with this packet number is buffered. It is not acknowledged yet, so only this identifies a
+    // duplicate.
     [[nodiscard]] bool holds(std::uint64_t number) const;
     [[nodiscard]] std::span<const std::byte> whole() const { return complete_.bytes; }
     [[nodiscard]] std::span<const std::uint64_t> numbers() const { return complete_.numbers; }
@@ -66,7 +68,7 @@ private:
         std::uint32_t channel{}, seq{}, chunk{}, message_bytes{};
         std::uint8_t stage{};
         std::size_t count{};
-        std::uint64_t here{};  // bit i: piece i is here
+        std::uint64_t here{};  // bit i: piece i has arrived
         std::vector<std::byte> bytes;
         std::vector<std::uint64_t> numbers;
     };

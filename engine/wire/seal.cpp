@@ -14,8 +14,8 @@ using Bytes = std::span<const std::byte>;
 
 }  // namespace
 
-// The functions of libcrypto that we use, as the headers of versions 1.1 and 3 declare them. The library is never closed:
-// its own exit handlers, and Python's ssl module, may still need it.
+// The functions of libcrypto that we use, as the headers of versions 1.1 and 3 declare them. The library is never
+// closed: its own exit handlers, and Python's ssl module, may still need it.
 struct Aead::Library {
     void* (*context_new)();
     void (*context_free)(void*);
@@ -71,7 +71,7 @@ struct Aead::Contexts {
         explicit_bzero(&context.key, sizeof context.key);
     }
 
-    // The slot follows from where the key lies, which is no secret, and never decides whether the key is right.
+    // The key's address, which is no secret, chooses the slot. It never decides whether the key matches.
     static Context& slot(PerPeer& contexts, const Key& key) {
         return contexts[reinterpret_cast<std::uintptr_t>(key.data()) / sizeof(LinkKeys) % contexts.size()];
     }
@@ -83,7 +83,8 @@ struct Aead::Contexts {
             if (context.handle == nullptr) return nullptr;
         }
         if (!context.keyed || context.key != key) {
-            // Naming the cipher makes OpenSSL 3 search for it, so that is done once. The nonce has GCM's default 12 bytes.
+            // Naming the cipher makes OpenSSL 3 search for it, so that is done once. The nonce has GCM's default 12
+            // bytes.
             const void* cipher = context.keyed ? nullptr : library.aes_128_gcm();
             context.keyed = library.init(context.handle, cipher, nullptr, key.data(), nullptr, encrypting) == 1;
             context.key = key;
@@ -105,7 +106,7 @@ struct Aead::Contexts {
     }
 
     bool finish(void* context) const {
-        std::array<std::byte, 16> rest;  // GCM has none, but libcrypto wants a place for it
+        std::array<std::byte, 16> rest;  // GCM leaves no rest, but libcrypto requires a buffer for it
         int written = 0;
         return library.finish(context, rest.data(), &written) == 1;
     }
@@ -171,9 +172,9 @@ void write_check(std::span<std::byte, header_bytes> header, std::uint32_t check)
     std::memcpy(header.data() + check_offset, &check, sizeof check);
 }
 
-// Every link between two processes has its own keys. The source names the path, as each path has numbers of its own. Target
-// and the lower half of its incarnation say again what the key says, so that not even equal keys would repeat a nonce. 48 bits of numbers last
-// for years.
+// Every link between two processes has its own keys. The source identifies the path, as each path has its own packet
+// numbers. The key implies the target and its incarnation; the nonce holds the target and the incarnation's lower half
+// as well, so that not even equal keys would repeat a nonce. 48 bits of packet numbers last for years.
 std::array<std::byte, 12> make_nonce(std::uint16_t target, std::uint16_t source, std::uint64_t number,
                                      std::uint32_t target_incarnation) {
     std::array<std::byte, 12> nonce;
@@ -207,7 +208,8 @@ Seal::~Seal() {
 
 void Seal::readmit(std::uint16_t peer, std::uint32_t incarnation, const std::optional<LinkKeys>& keys) {
     if (keys.has_value() != encrypts())
-        throw std::invalid_argument("a peer is readmitted with keys where datagrams are sealed, and only there");
+        throw std::invalid_argument(
+            "readmitting a peer needs link keys if datagrams are sealed, and takes none otherwise");
     if (secrets_.incarnations.size() <= peer) secrets_.incarnations.resize(std::size_t{peer} + 1);
     secrets_.incarnations[peer] = incarnation;
     if (keys) secrets_.links.at(peer) = *keys;
@@ -247,7 +249,7 @@ std::optional<std::span<std::byte>> Seal::open(const Header& header, std::uint64
     }
     const std::uint16_t sender = rank_of(header.source);
     if (sender >= secrets_.links.size()) return std::nullopt;
-    // The header as it came is the associated data: a check that is not zero fails like any other change.
+    // The header as received is the associated data: a check that is not zero fails like any other change.
     const auto plain = body.first(body.size() - tag_bytes);
     const bool genuine =
         aead_->decrypt(secrets_.links[sender].opening, make_nonce(rank_, header.source, number, incarnation(rank_)),

@@ -1,11 +1,12 @@
-// Decides whether a datagram is genuine: CRC32C against accidents, AES-GCM against attackers.
+// Authentication and encryption of datagrams: CRC32C against accidents, AES-GCM against attackers.
 //
-// Without a job key the check is a CRC32C over header (check field zero) and payload, seeded by half of the job's cookie;
-// the other half stands in the header. A stranger off the path must guess both halves: 64 bits. Between processes of one
-// machine, data is moved from memory to memory and not checked, as the kernel does not check it either; headers are.
+// Without a job key the check is a CRC32C over header (check field zero) and payload, seeded by half of the job's
+// cookie; the other half stands in the header. An off-path attacker must guess both halves: 64 bits. Between processes
+// of one machine, headers are checked but data is not: it is copied from memory to memory, and the kernel does not
+// check it either.
 // With a job key the payload is encrypted by AES-128-GCM, the header is authenticated, and a 16-byte tag follows. Each
-// direction of each link has a key of its own, to which both ends have added a random number: whatever an end is told
-// about the other, what it seals is sealed anew, and what it opens was sealed for it.
+// direction of each link has a key of its own, to which both ends have added a random number. So a process never reuses
+// a key, and accepts only what was sealed for it, even if it was misinformed about its peer.
 // Either way the check covers the incarnations of both ends: a process accepts no datagram that was sent to, or by, an
 // earlier process of the same rank.
 #pragma once
@@ -31,16 +32,16 @@ class Aead {
 public:
     static constexpr std::array library_names{"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"};
     // Empty result when libcrypto cannot be opened; `why` then says what was tried and what to install.
-    // Tests pass other names to play a machine without it.
+    // Tests pass other names to simulate a machine without it.
     static std::unique_ptr<Aead> open(std::string& why, std::span<const char* const> names = library_names);
     ~Aead();
 
-    // Encrypts `plain` into `out` (plain.size() + tag_bytes), which may be the same memory; `nonce` must never repeat under
-    // one key. Keys are remembered by content: only a change of key costs its expansion.
+    // Encrypts `plain` into `out` (plain.size() + tag_bytes), which may be the same memory; `nonce` must never repeat
+    // under one key. Keys are cached by content: only a change of key costs its expansion.
     bool encrypt(const Key& key, std::span<const std::byte, 12> nonce, std::span<const std::byte> associated,
                  std::span<const std::byte> plain, std::span<std::byte> out);
-    // Decrypts `sealed` (ciphertext and tag) into `out`, which may be the same memory; false if it was not made with this key,
-    // and then `out` holds nothing that may be used.
+    // Decrypts `sealed` (ciphertext and tag) into `out`, which may be the same memory; false if it was not made with
+    // this key, and then `out` holds nothing that may be used.
     bool decrypt(const Key& key, std::span<const std::byte, 12> nonce, std::span<const std::byte> associated,
                  std::span<const std::byte> sealed, std::span<std::byte> out);
 
@@ -60,10 +61,11 @@ struct LinkKeys {
 // The secrets of a job as one endpoint holds them.
 struct Secrets {
     std::uint64_t cookie{};
-    bool checks_data{true};  // false: chunks cannot be damaged on their way
+    bool checks_data{true};  // false: chunks cannot be corrupted in transit
     bool sealed{};
     std::vector<LinkKeys> links;  // by rank; empty when not sealed
-    // By rank, with our own: how many processes of that rank came before this one. Empty if every process is the first.
+    // By rank, our own included: how many earlier processes of that rank there were. Empty if every process is the
+    // first.
     std::vector<std::uint32_t> incarnations{};
 };
 
@@ -80,12 +82,12 @@ public:
     // Bytes that sealing adds to a datagram behind its payload.
     [[nodiscard]] std::size_t overhead_bytes() const { return encrypts() ? tag_bytes : 0; }
 
-    // Unencrypted: the payload's part of the check. It depends on the payload alone, so that a chunk that goes to many
+    // Unencrypted: the payload's part of the check. It depends on the payload alone, so a chunk that is sent to many
     // peers is read once.
     [[nodiscard]] std::uint32_t payload_check(std::span<const std::byte> payload) const {
         return crc32c(payload, static_cast<std::uint32_t>(secrets_.cookie >> 32));
     }
-    // The check of a chunk of data. Where data cannot be damaged, only its length is checked.
+    // The check of a chunk of data. Where data cannot be corrupted, only its length is checked.
     [[nodiscard]] std::uint32_t data_check(std::span<const std::byte> payload) const {
         if (secrets_.checks_data) return payload_check(payload);
         const auto length = static_cast<std::uint32_t>(payload.size());
@@ -106,15 +108,15 @@ public:
     [[nodiscard]] std::uint32_t incarnation(std::uint16_t rank) const {
         return rank < secrets_.incarnations.size() ? secrets_.incarnations[rank] : 0;
     }
-    // A new process has taken the place of a peer. `keys` are those of the link to it; empty if nothing is sealed.
+    // A new process has replaced a peer. `keys` are those of the link to it; empty if nothing is sealed.
     void readmit(std::uint16_t peer, std::uint32_t incarnation, const std::optional<LinkKeys>& keys);
 
 private:
     [[nodiscard]] std::uint16_t rank_of(std::uint16_t source) const {
         return world_ == 0 ? source : static_cast<std::uint16_t>(source % world_);
     }
-    // The value of the header's check field while the check is computed: for whom the datagram is, as the header does not say
-    // it, and the lower halves of both incarnations, mixed with the upper ones.
+    // The value of the header's check field while the check is computed. It mixes both incarnations with the target,
+    // which the header does not hold.
     [[nodiscard]] std::uint32_t mark(std::uint16_t source, std::uint16_t target) const {
         const std::uint32_t to = incarnation(target), from = incarnation(source);
         return (to << 16 | (from & 0xffffU)) ^

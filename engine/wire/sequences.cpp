@@ -14,7 +14,7 @@ void Sequences::post(std::uint32_t channel, std::uint32_t seq) {
         known.next = seq - most_remembered;
     }
     if (seq > known.next && seq - known.next + known.skipped.size() > most_skipped) {
-        throw std::invalid_argument("too many sequence numbers of the channel were passed over");
+        throw std::invalid_argument("too many sequence numbers of the channel were skipped");
     }
     known.skipped.erase(seq);
     for (; known.next <= seq; ++known.next) {

@@ -1,8 +1,8 @@
-// Which sequence numbers of each channel were posted here, in bounded memory.
+// Tracks which sequence numbers of each channel were posted here, in bounded memory.
 //
-// Numbers are posted once and in nearly rising order. So a channel remembers the next number and the few that were passed
-// over, instead of every number that was ever used. In lanes other than 0, numbers of exchanges that have no part there are
-// never posted: the oldest of those passed over are forgotten, and then count as posted.
+// Numbers are posted once, in nearly rising order. So a channel remembers the next number and the few that were
+// skipped, instead of every number ever used. In lanes other than 0, an exchange that has no part there never posts its
+// number. So the oldest skipped numbers are forgotten, and then count as posted.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +14,9 @@ namespace storm {
 
 class Sequences {
 public:
-    // A channel may have at most this many numbers that were passed over and not posted yet.
+    // A channel may have at most this many numbers that were skipped and not posted yet.
     static constexpr std::size_t most_skipped = 1 << 16;
-    // Where the oldest are forgotten, this many are remembered: more than ever are under way at once.
+    // Where the oldest are forgotten, this many are remembered: more than are ever in progress at once.
     static constexpr std::size_t most_remembered = 1 << 12;
 
     explicit Sequences(bool forgets = false) : forgets_(forgets) {}

@@ -1,5 +1,5 @@
-// Numbers for outgoing messages, so that a datagram in flight or a batch in the socket can name its message without a
-// pointer that may dangle. A slot is used again for another message, under another generation.
+// Slot map of outgoing messages: a datagram in flight or a batch in the socket names its message by slot and
+// generation, without a pointer that may dangle. A slot is reused under another generation.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace storm {
 
 struct Outgoing;
 
-// Names one outgoing message, also after it is gone.
+// Handle of one outgoing message. It may be looked up even after the message was removed.
 struct SlotRef {
     std::uint32_t slot{}, generation{};
     bool operator==(const SlotRef&) const = default;
@@ -20,7 +20,7 @@ public:
     [[nodiscard]] SlotRef add(Outgoing& message);
     // Null if the message was removed.
     [[nodiscard]] Outgoing* find(SlotRef ref) const;
-    // Forgets a message; every other copy of `ref` then finds nothing. Removing it twice has no effect.
+    // Removes a message; every other copy of `ref` then finds nothing. Removing it twice has no effect.
     void remove(SlotRef ref);
 
 private:

@@ -1,4 +1,5 @@
-// The layout of a datagram: parse and write. docs/protocol.md draws it.
+// The wire format: parses and writes headers, acknowledgement reports and control messages. docs/protocol.md explains
+// it.
 //
 //   0        1        2                 4
 //   +--------+--------+-----------------+-----------------------------------+
@@ -34,15 +35,15 @@ inline constexpr std::size_t max_datagram_bytes = 65'507;
 
 enum class Kind : std::uint8_t {
     data = 1,    // one chunk of a message
-    report = 2,  // which packet numbers arrived, and how much more may be in flight
+    report = 2,  // acknowledgement: which packet numbers arrived, and how much may be in flight
     ready = 3,   // the exchange is posted here: send beyond the eager bytes
     wait = 4,    // the pool is full: hold this message until `ready`
     end = 5,     // the first pass of a lossy message is over
     done = 6,    // this message is closed here: stop sending it
-    ping = 7,    // report at once; a payload only makes it as large as the datagrams whose way it explores
-    bye = 8,     // this endpoint is leaving; carries a last report, and whose fault it is if it does so after an error
-    failed = 9,  // the exchange ended badly here, and whose fault it was: nobody should wait for us in it
-    note = 10,   // about membership (views.hpp); neither reported nor sent again
+    ping = 7,    // request for an immediate report; a payload only pads it, to probe the path MTU
+    bye = 8,  // goodbye: this endpoint leaves; carries a last report, and a failure cause if it leaves after an error
+    failed = 9,  // the exchange failed here, with the failure cause: no rank should wait for us in it
+    note = 10,   // membership message (view_messages.hpp); neither acknowledged nor retransmitted
 };
 
 // How an exchange ended. The numbers travel in `failed` and `bye`.
@@ -56,16 +57,16 @@ enum class Status : std::uint8_t {
     size_mismatch,
     closed,
     path_blocked,  // the peer answers, but no data reaches it
-    memory_broken  // the peer has written nonsense into memory that it shares with us
+    memory_broken  // the peer has written invalid data into shared memory
 };
 
 // Flags. `second_stage` may be set in `data`, `end`, `done` and `wait`; `sealed` in every kind.
 inline constexpr std::uint8_t flag_second_stage = 1;  // the message belongs to the exchange's second stage
 inline constexpr std::uint8_t flag_last = 2;    // nothing more of the message is to be sent for now: report at once
-inline constexpr std::uint8_t flag_repair = 4;  // this chunk was sent before; with `end`: nothing more will come at all
+inline constexpr std::uint8_t flag_repair = 4;  // a retransmitted chunk; with `end`: nothing more will be sent at all
 inline constexpr std::uint8_t flag_sealed = 8;  // the payload is ciphertext, a tag follows
 inline constexpr std::uint8_t flag_piece =
-    16;  // with `data`: the payload is a prefix and a part of the chunk (pieces.hpp)
+    16;  // with `data`: the payload is a prefix and a piece of the chunk (pieces.hpp)
 inline constexpr std::uint8_t flag_parity = 32;  // with `data`: a chunk of parity, named as in coding.hpp
 inline constexpr std::uint8_t flag_coded = 64;   // with `data`: parity of this chunk's stretch will follow
 // The stage of a message as a flag.
@@ -93,30 +94,30 @@ struct Header {
 
 inline constexpr std::size_t check_offset = 4;
 
-// Bytes come from strangers: malformed input is an empty result, never a throw.
+// Bytes are untrusted: malformed input is an empty result, never a throw.
 [[nodiscard]] std::optional<Header> parse_header(std::span<const std::byte> datagram);
 void write_header(const Header& header, std::span<std::byte, header_bytes> out);
 
-// Whose fault an error was, and of what kind. It names the first cause; whoever hears of it passes it on unchanged.
+// Failure cause: which rank caused a failure, and what happened. It names the first cause; ranks pass it on unchanged.
 struct FailureCause {
     std::uint16_t culprit{};
-    Status cause{Status::running};  // never `ok` or `peer_failed`; `running` where nobody is to blame
+    Status cause{Status::running};  // never `ok` or `peer_failed`; `running` if there is none
 
     [[nodiscard]] explicit operator bool() const { return cause != Status::running; }
     bool operator==(const FailureCause&) const = default;
 };
 
-// The blame in a `failed` or `bye`: the culprit takes the place of the chunk, the cause that of the message's length.
+// The failure cause in a `failed` or `bye`: the field `chunk` holds the culprit, `message_bytes` the cause.
 [[nodiscard]] std::optional<FailureCause> parse_failure_cause(const Header& header, std::uint16_t world);
 void write_failure_cause(const FailureCause& failure_cause, Header& header);
 
-// What a receiver knows of a link. Bit i of `arrived` says that packet `largest - i` arrived.
+// Acknowledgement of a link's packets by their receiver. Bit i of `arrived` says that packet `largest - i` arrived.
 struct Report {
     static constexpr std::size_t max_words = 128;
     static constexpr std::size_t fixed_bytes = 32;
 
     std::uint64_t largest{};       // highest packet number that arrived
-    std::uint32_t credit_bytes{};  // how much the sender may have in flight on this link
+    std::uint32_t credit_bytes{};  // receive window: how much the sender may have in flight on this link
     std::uint32_t overflow{};      // datagrams that the receiver's socket buffer dropped, over all links
     // The timed packet is the one with the highest number that is not itself a report.
     std::uint32_t timed_back{};  // `largest` minus its number

@@ -55,7 +55,7 @@ raw_model = model
 
 
 def estimate_loss() -> float:
-    """Returns the loss on text that nobody has learned from."""
+    """Returns the loss on held-out text."""
     raw_model.eval()
     generator = torch.random.get_rng_state()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A store by which the ranks of a job meet: a process of its own, so that it outlives every rank.
+"""The store for the rendezvous of a job, as a separate process, so that it outlives every rank.
 
 Run it on a machine that all ranks reach, with `python examples/launch/store.py --port 29400`. Ranks that already are in
 the job do not need it any more: if it dies, only processes that are started later miss it, and they can join by the

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = version("stormtorch")
 
-# torch takes seconds to import, so what needs it is imported when it is first asked for.
+# torch takes seconds to import, so names that need it are imported on first access.
 _PLACES = {
     "BoundedDrift": "policies",
     "DiLoCo": "policies",
@@ -116,7 +116,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"stormtorch.{_PLACES[name]}"), name)
     if name in _LAB:
         raise AttributeError(f"{name} is in the distribution stormtorch-lab: from stormtorch_lab import {name}")
-    if name[:1].isupper():  # a policy that was added to the folder of policies, and is mentioned nowhere else
+    if name[:1].isupper():  # a policy that was added to the policies folder and is listed nowhere else
         from stormtorch.policies.registry import named
 
         for policy in named().values():

@@ -1,4 +1,4 @@
-"""`python -m stormtorch`: the same as the command `stormtorch`, for launchers that start modules."""
+"""`python -m stormtorch`: same as the command `stormtorch`, for launchers that start modules."""
 
 from stormtorch.cli.app import main
 

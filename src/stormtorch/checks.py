@@ -1,4 +1,4 @@
-"""Checks of settings. Each error names the setting that it refuses, so that a command line can name its option."""
+"""Checks of settings. Each error names the rejected setting, so that a command line can name its option."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class BadSetting(ValueError):
-    """Raised for a setting without a sensible value: `name` is the setting, `problem` what is wrong with it."""
+    """Raised for an invalid setting: `name` is the setting, `problem` what is wrong with it."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name} {problem}")
@@ -15,7 +15,7 @@ class BadSetting(ValueError):
 
 
 class BadCondition(BadSetting):
-    """Raised for a condition of a network that has no sensible value."""
+    """Raised for an invalid network condition."""
 
 
 @contextmanager
@@ -23,8 +23,8 @@ def blaming(name: str, *instead_of: str) -> Iterator[None]:
     """Makes a `BadSetting` raised inside the block name the setting that the user chose.
 
     Args:
-        name: That setting.
-        instead_of: Names inside the block that mean the same; none of them means every name.
+        name: The setting that the user chose.
+        instead_of: Names that settings have inside the block and that `name` replaces; empty replaces every name.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def _text(value: float) -> str:
 
 
 class CommandFailed(RuntimeError):
-    """What ends a command with one message and exit code 1."""
+    """Ends a command with one message and exit code 1."""
 
     details = ""
     """Text that the command prints before the error message, such as the traceback of a failed rank."""

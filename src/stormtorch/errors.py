@@ -1,15 +1,15 @@
-"""Errors of the network. Each message names the rank, the peer, the operation, what is missing and what to change."""
+"""Network errors. Each message names the rank, the peer, the operation, what is missing and what to change."""
 
 
 class StormError(RuntimeError):
     """Base of all errors that stormtorch raises about the network."""
 
     culprit: int | None = None
-    """Rank in the transport that caused the error first, as far as is known, whichever rank reported it."""
+    """Transport rank that caused the error first, as far as is known, whichever rank reported it."""
 
 
 class PeerSilent(StormError):
-    """Nothing was heard from a peer for `silence_s` while an exact exchange needed it."""
+    """Nothing was received from a peer for `silence_s` while an exact exchange needed it."""
 
 
 class PeerLeft(StormError):
@@ -17,17 +17,18 @@ class PeerLeft(StormError):
 
 
 class PeerFailed(StormError):
-    """A peer ended the same exact exchange with an error, could not join the job, or wrote nonsense into memory that it
-    shares with this rank; the message says why.
+    """A peer ended the same exact exchange with an error, could not join the job, or corrupted a shared-memory channel.
+
+    The message says why.
     """
 
 
 class PathBlocked(StormError):
-    """A peer answered for `silence_s`, but no data reached it: the path carries only small datagrams."""
+    """A peer answered, but for `silence_s` no data reached it: the path carries only small datagrams."""
 
 
 class Unreachable(StormError):
-    """Two ranks behind routers that translate addresses found no way to each other when the job began."""
+    """NAT traversal between two ranks failed when the job began."""
 
 
 class ExchangeTimeout(StormError, TimeoutError):
@@ -35,11 +36,11 @@ class ExchangeTimeout(StormError, TimeoutError):
 
 
 class RanksMissing(StormError, TimeoutError):
-    """Some ranks did not come to the store in which the ranks of a job meet."""
+    """Some ranks did not reach the rendezvous store when the job began."""
 
 
 class NotAdmitted(StormError):
-    """A running job did not let this process in; the message says which rank refused, and why."""
+    """A running job did not admit this process; the message says which rank refused, and why."""
 
 
 class SizeMismatch(StormError):
@@ -47,7 +48,7 @@ class SizeMismatch(StormError):
 
 
 class Interrupted(StormError):
-    """A wait was given up because the members of the job are changing. Never reaches the user."""
+    """A wait was aborted because the members of the job are changing. Never reaches the user."""
 
 
 class Closed(StormError):

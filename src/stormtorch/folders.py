@@ -1,4 +1,4 @@
-"""Folders and files that nobody else on the machine can read, write or put something else in the place of."""
+"""Private folders and files: other users of the machine cannot read, write or replace them."""
 
 import contextlib
 import os
@@ -8,30 +8,30 @@ import tempfile
 from pathlib import Path
 
 FLIGHTS_VARIABLE = "STORM_FLIGHT_DIR"
-"""Environment variable with the folder for flight records; by default one that only this user can read."""
+"""Environment variable with the folder for flight records; the default is one that only this user can read."""
 FLIGHTS = "stormtorch-flights"
-"""First part of the name of that folder."""
+"""First part of the default folder's name."""
 
 
 def flights_folder() -> Path:
     """Returns the folder into which ranks of this user write flight records.
 
     Raises:
-        PermissionError: Something else has its place.
+        PermissionError: The path exists, but is no private folder of this user.
     """
     chosen = os.environ.get(FLIGHTS_VARIABLE)
     return Path(chosen) if chosen else own_folder(tempfile.gettempdir(), FLIGHTS)
 
 
 def own_folder(base: str, name: str) -> Path:
-    """Returns a folder of this user alone.
+    """Returns a folder that only this user can read and write.
 
     Args:
-        base: Folder in which it lies, which may be shared as that for temporary files is.
+        base: Parent folder, which other users may share, as that for temporary files.
         name: Name of the folder, to which the user's number is added.
 
     Raises:
-        PermissionError: Something else has its place.
+        PermissionError: The path exists, but is no private folder of this user.
     """
     folder = Path(base) / f"{name}-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
@@ -43,11 +43,11 @@ def own_folder(base: str, name: str) -> Path:
 
 
 def write_new(folder: Path, name: str, text: str) -> Path:
-    """Writes a file that only this user can read, and never into one that is there already; returns its path.
+    """Writes a new file that only this user can read, never an existing one, and returns its path.
 
     Raises:
-        OSError: It cannot be written. What a full disk took of it is removed, as half a file would be in the way of
-            whoever reads all files of the folder.
+        OSError: It cannot be written. A partial file, as after a full disk, is removed: it would break programs that
+            read all files of the folder.
     """
     path = folder / name
     try:

@@ -104,7 +104,7 @@ def collectives_job(member: Member) -> None:
     whole = sum(data(peer, 3 * world) for peer in range(world))
     torch.testing.assert_close(scattered, whole[3 * rank : 3 * rank + 3])  # type: ignore[index]
 
-    # Objects, pairs, whoever comes first, several at once, futures.
+    # Objects, point to point, any source, several at once, futures.
     objects: list[Any] = [None] * world
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": peer} for peer in range(world)]
@@ -240,7 +240,7 @@ def one_missing_job(member: Member) -> str:
 def test_monitored_barrier_names_the_one_rank_that_does_not_come() -> None:
     texts = run_ranks(one_missing_job, 3, (), timeout_s=60)
     assert texts[0] == "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 1000 ms"
-    # It came, and learns that it was in vain.
+    # It arrived late, and raises the error.
     assert (
         texts[1].startswith("[Rank 1]: Rank 1 successfully reached monitoredBarrier") and "rank 1: receive" in texts[1]
     )
@@ -292,7 +292,7 @@ def one_does_not_come(member: Member, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("dies", "rank 0: connecting: rank 1 of 2 has not come within 1 s"),
+        ("dies", "rank 0: connecting: rank 1 of 2 has not joined within 1 s"),
         ("raises", "rank 0: connecting: rank 1 could not join the job: TypeError: pg_options must be"),
     ],
 )

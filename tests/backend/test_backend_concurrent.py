@@ -141,7 +141,7 @@ def test_fifty_collectives_on_each_of_several_groups_in_any_order_of_waiting() -
 
 
 def anybody_job(member: Member, folder: str) -> list[int]:
-    """Every rank asks for whatever comes before anyone sends, and for a message of a known rank too."""
+    """Every rank receives from any source before any rank sends, and from a named rank too."""
     os.environ["STORM_FLIGHT_DIR"] = folder
     dist.init_process_group(
         "storm", store=member.store, rank=member.rank, world_size=member.world, timeout=timedelta(seconds=20)
@@ -166,7 +166,7 @@ def anybody_job(member: Member, folder: str) -> list[int]:
     dist.barrier()
     group: Any = dist.distributed_c10d._get_default_group()
     group.set_timeout(timedelta(seconds=0.2))
-    with pytest.raises(stormtorch.StormError, match=f"rank {rank}: recv: nobody sent with tag 6 for 0.2 s"):
+    with pytest.raises(stormtorch.StormError, match=f"rank {rank}: recv: no rank sent with tag 6 for 0.2 s"):
         dist.recv(torch.zeros(1), tag=6)
     group.set_timeout(timedelta(seconds=20))
     dist.barrier()

@@ -30,7 +30,7 @@ def meet(member: Member, where: str) -> None:
 
 
 def in_inference_mode(member: Member) -> None:
-    """Threads that go on with a collective do not inherit the mode of whoever called it."""
+    """Background threads of a collective do not inherit the caller's inference mode."""
     with torch.inference_mode():
         for dtype in (torch.int64, torch.float32):
             tensor = torch.full((300_000,), member.rank + 1, dtype=dtype)
@@ -42,7 +42,7 @@ def in_inference_mode(member: Member) -> None:
 
 def receives_of_every_kind(member: Member) -> None:
     rank = member.rank
-    # What a receive from anybody has asked for and not got is the next message of that rank, whatever its type.
+    # An unused receive from any source takes the next message of that rank, of any type.
     if rank == 0:
         first = torch.empty(4)
         assert dist.recv(first) == 2 and first.tolist() == [2.0] * 4
@@ -57,7 +57,7 @@ def receives_of_every_kind(member: Member) -> None:
         if rank == 1:
             dist.send(torch.tensor([1, 2, 3, 4], dtype=torch.int32), 0)
     dist.barrier()
-    # Two at once, both from the same rank, larger than what may travel before it is asked for.
+    # Two at once, both from the same rank, above the eager limit.
     if rank == 0:
         both = [torch.empty(2_000_000) for _ in range(2)]
         works = [dist.irecv(each, tag=1) for each in both]
@@ -135,7 +135,7 @@ def test_time_out_of_the_collective_is_its_end_however_long_one_waits() -> None:
 
 def shorter_one(member: Member, options_s: float, torch_s: float) -> None:
     """Rank 0 waits for what rank 1 does not do, in every way that has a time-out; each takes the shorter one."""
-    meet(member, "begin")  # so that nobody waits long in what follows
+    meet(member, "begin")  # so that no rank waits long in what follows
     start(member, seconds=torch_s, pg_options=stormtorch.Options(timeout_s=options_s))
     long = timedelta(seconds=max(options_s, torch_s))
     short_s = min(options_s, torch_s)

@@ -95,7 +95,7 @@ def test_every_collective_takes_tensors_on_the_gpu_in_stream_order(world: int) -
 def in_order(member: Member) -> None:
     start(member)
     rank, world = member.rank, member.world
-    # Some on the GPU, some on the CPU, all at once: they must meet their like on the other ranks.
+    # Some on the GPU, some on the CPU, all at once: each must match its counterpart on the other ranks.
     tensors = [torch.full((1000 + i,), float(rank + i), device="cuda" if i % 3 else "cpu") for i in range(40)]
     if rank == 0:
         busy(0.2)

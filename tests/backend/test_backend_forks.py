@@ -1,4 +1,4 @@
-"""Processes that are forked from a rank's: they own nothing of the job, and cannot end it."""
+"""Processes that are forked from a rank: they are not in the job, and cannot end it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and abort end a rank that waits, and a process that met an error can begin anew. In real processes."""
+"""Ctrl-C and abort end a rank that waits, and a process can make a new group after an error. In real processes."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def test_ctrl_c_ends_a_blocked_call_at_once_and_the_process_in_good_order(call: 
         for rank in range(2):
             job.await_message(rank, "blocked")
         time.sleep(0.5)
-        at = job.interrupt(1, 0)  # rank 0 sleeps, and cannot meet the goodbye of rank 1 instead
+        at = job.interrupt(1, 0)  # rank 0 sleeps, and cannot receive the goodbye of rank 1 instead
         said = job.end(within_s=30.0)
         job.check_nothing_is_left()
     for met in said:

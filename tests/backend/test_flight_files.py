@@ -1,4 +1,4 @@
-"""Flight records are for their user alone: nobody else reads them, nor puts something in their place."""
+"""Flight records are for their user alone: no other user can read or replace them."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ def record_of(folder: Path | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         monkeypatch.setenv(FLIGHTS_VARIABLE, str(folder))
     before = set(tmp_path.rglob("*.json"))
     group: Any = SimpleNamespace(transport=SimpleNamespace(job="1"), name=name, rank=0, ranks=(0, 1))
-    FlightRecorder(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was heard from rank 1"))
+    FlightRecorder(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was received from rank 1"))
     (path,) = set(tmp_path.rglob("*.json")) - before
     return path
 
@@ -80,7 +80,7 @@ def test_in_a_shared_folder_a_record_follows_no_link_and_replaces_no_file(
     assert victim.read_text() == "precious" and foreseen.is_symlink()
     assert path.parent == tmp_path and mode_of(path) == 0o600
     again = record_of(tmp_path, monkeypatch, tmp_path)
-    assert again != path and '"nothing was heard' in path.read_text()
+    assert again != path and '"nothing was received' in path.read_text()
 
 
 def test_the_name_of_a_group_leads_out_of_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +96,6 @@ def test_half_a_record_on_a_full_disk_is_removed_and_said(
     monkeypatch.setenv(FLIGHTS_VARIABLE, str(tmp_path))
     group: Any = SimpleNamespace(transport=SimpleNamespace(job="1"), name="world", rank=0, ranks=(0, 1))
     with files_up_to(100):
-        FlightRecorder(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was heard from rank 1"))
+        FlightRecorder(group).begin("all_reduce", 1, [torch.ones(3)])(PeerSilent("nothing was received from rank 1"))
     assert list(tmp_path.iterdir()) == []
     assert "could not write the flight record storm-flight-world-rank0" in caplog.text

@@ -131,7 +131,7 @@ def test_a_setting_has_one_name_in_all_commands(command: tuple[str, ...]) -> Non
         ("--burst", "8", "needs a --loss that comes in bursts"),
         ("--burst", "5ms", "needs a --loss that comes in bursts"),
         ("--delay", "20", "must be a time such as 20ms"),
-        ("--jitter", "1ms", "needs a delay that it can vary"),
+        ("--jitter", "1ms", "needs a delay to vary"),
         ("--queue", "1b", "must lie in"),
         ("--patience-s", "0", "got 0"),
         ("--dtype", "int8", "int8"),
@@ -216,7 +216,7 @@ def test_a_failing_rank_is_shown_once_and_exits_with_1() -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.count("not done after 6 s, waiting for rank 0, 1") == 1
+    assert done.stderr.count("timed out after 6 s, waiting for rank 0, 1") == 1
     assert "Traceback" not in done.stderr
 
 
@@ -243,7 +243,7 @@ def alive(process: int) -> bool:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
-    return state != "Z"  # it may take a while until somebody asks for a dead orphan's exit code
+    return state != "Z"  # it may take a while until an orphan is reaped
 
 
 def gone(processes: list[int], within_s: float) -> bool:
@@ -263,7 +263,7 @@ def test_ctrl_c_ends_the_ranks_and_exits_with_130(delay_s: float) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert errors == "interrupted: all ranks are ended\n"
+    assert errors == "interrupted: all ranks were stopped\n"
     assert gone(children, within_s=0)
 
 

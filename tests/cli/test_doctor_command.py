@@ -1,4 +1,4 @@
-"""`stormtorch doctor` as a user types it: this machine, hosts that answer, and all that can be wrong with them."""
+"""`stormtorch doctor` from the command line: this machine, working hosts, and hosts with all kinds of faults."""
 
 import json
 import shlex
@@ -18,7 +18,7 @@ DOCTOR = (sys.executable, "-m", "stormtorch", "doctor")
 
 
 def script(path: Path, *lines: str) -> str:
-    """A command that stands in for ssh: it gets a host and a command line."""
+    """Makes a command that replaces ssh: it gets a host and a command line."""
     path.write_text("\n".join(["#!/bin/sh", "host=$1; shift", *lines]) + "\n")
     path.chmod(0o700)
     return str(path)
@@ -72,7 +72,7 @@ BAD_HOSTS = {
     ),
     "guarded": (
         'echo "guarded: Permission denied (publickey)." >&2; exit 255',
-        "guarded does not let this user in: make `ssh guarded true` work without a password.",
+        "guarded refuses this user: make `ssh guarded true` work without a password.",
     ),
     "closed": (
         'echo "ssh: connect to host closed port 22: Connection refused" >&2; exit 255',
@@ -80,13 +80,13 @@ BAD_HOSTS = {
     ),
     "bare": (
         f"exec {sys.executable} -I -S -m stormtorch doctor --rank 1",
-        f"bare has no stormtorch for {sys.executable}: install it there, or name another Python by --python.",
+        f"bare has no stormtorch for {sys.executable}: install it there, or choose another Python by --python.",
     ),
     "empty": (
         "exec /no/such/python -m stormtorch",
-        f"empty has no Python at {sys.executable}: name the one that has stormtorch by --python.",
+        f"empty has no Python at {sys.executable}: name a Python with stormtorch by --python.",
     ),
-    "silent": ("exec sleep 60", "silent: has not come within 6 s."),
+    "silent": ("exec sleep 60", "silent: did not report within 6 s."),
 }
 
 
@@ -108,7 +108,7 @@ def test_the_real_ssh_names_an_unknown_host() -> None:
     code, text, _ = run("localhost", "no-such-host.invalid", "--interface", "lo", "--wait-s", "10")
     assert code == 1
     assert "no-such-host.invalid is an unknown host" in text
-    assert "1 of 2 ranks came: too few to measure a link." in text
+    assert "1 of 2 ranks reported: too few to measure a link." in text
 
 
 @pytest.mark.thorough
@@ -145,14 +145,14 @@ def test_ranks_end_soon_after_their_director_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("one",), "must be 2 to 64, got 1: a link has two ends"),
+        (("one",), "must be 2 to 64, got 1: a link needs two ends"),
         (("a", "a"), "must name each host once, got a twice"),
         (("a", "b", "--ssh", "/no/such/ssh"), "cannot be run: No such file or directory: /no/such/ssh"),
         (("a", "b", "--seconds", "0"), "must lie in [1, 3600], got 0"),
         (("a", "b", "--port", "70000"), "must lie in [0, 65535], got 70000"),
         (("a", "b", "--capture", "/no/such/folder/x"), "there is no folder /no/such/folder"),
-        (("--capture", "x.json"), "needs a network of two hosts or more"),
-        (("--params-m", "25"), "needs a network of two hosts or more"),
+        (("--capture", "x.json"), "needs two hosts or more"),
+        (("--params-m", "25"), "needs two hosts or more"),
         (("a", "b", "--params-m", "-1"), "must lie in"),
     ],
 )
@@ -176,7 +176,7 @@ def free_port() -> int:
 def test_a_world_of_one_rank_is_told_so() -> None:
     code, text, _ = run(variables=launched(0, 1, 29500))
     assert code in (0, 1)
-    assert "A world of 1 rank has no links: this is about the machine alone." in text
+    assert "A world of 1 rank has no links: only this machine is checked." in text
 
 
 @pytest.mark.thorough
@@ -192,7 +192,7 @@ def test_a_launched_rank_that_does_not_come_is_named() -> None:
     port = free_port()
     code, text, _ = run("--wait-s", "3", variables=launched(0, 2, port), within_s=60)
     assert code == 1
-    assert "Rank 1 has not come within 3 s." in text
+    assert "Rank 1 did not report within 3 s." in text
 
 
 @pytest.mark.slow

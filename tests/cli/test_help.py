@@ -1,4 +1,4 @@
-"""Help at every width: nothing is cut or broken raggedly, and examples can be pasted."""
+"""Help at every width: no truncated or badly wrapped line, and examples can be pasted."""
 
 import inspect
 import re
@@ -34,7 +34,7 @@ def shown(words: tuple[str, ...], width: int) -> str:
 
 
 def examples(text: str) -> list[str]:
-    """The examples of a help, as a shell gets them that they are pasted into."""
+    """The examples of a help text, as a shell reads them after pasting."""
     behind = text.partition("Examples")[2].partition("\n \n")[0] if "Examples" in text else ""
     block = []
     for line in behind.split("\n")[1:]:

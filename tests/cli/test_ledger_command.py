@@ -1,4 +1,4 @@
-"""`stormtorch ledger`: the answer first, from ledgers and from records."""
+"""`stormtorch ledger`: the summary first, from ledgers and from records."""
 
 import csv
 import json
@@ -67,7 +67,7 @@ def test_a_run_is_told_in_one_sentence_first(tmp_path: Path) -> None:
     first = " ".join(text.split("means of a step")[0].split())
     assert first.startswith("3 ranks made 40 steps: 95.00 % of the chunks arrived")
     assert "waiting for others took 30 % of the time (30.0 ms a step)" in first
-    assert "the worst link is from rank 2 to rank 0, with 60.00 %" in first
+    assert "the worst link is from rank 2 to rank 0, where 60.00 % arrived" in first
     assert "rank 0 ended with MemoryError: no [red]memory" in first
     assert "40.0 ms" in text, "the round trip of the worst link"
 
@@ -112,8 +112,8 @@ def test_the_files_that_were_asked_for_are_written(tmp_path: Path) -> None:
     ("content", "problem"),
     [
         (None, "cannot read"),
-        ("", "holds neither rows of a ledger nor records"),
-        ("hello\n[1]\n", "holds neither rows of a ledger nor records"),
+        ("", "contains neither ledger rows nor step records"),
+        ("hello\n[1]\n", "contains neither ledger rows nor step records"),
         ('{"kind":"rank","time":1,"rank":0}\n', "no step was complete"),
     ],
 )

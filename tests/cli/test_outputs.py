@@ -1,4 +1,4 @@
-"""Files to be written are looked at before the work, and whatever becomes of them the work is not lost."""
+"""Output files are checked before the work, and a failure to write them does not lose the results."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""`stormtorch postmortem`: who did something else first, from flight records, real ones and written ones."""
+"""`stormtorch postmortem`: which rank diverged first, from real and from synthetic flight records."""
 
 import json
 import os
@@ -68,8 +68,8 @@ def test_a_rank_that_gave_another_size_is_named_with_both(tmp_path: Path) -> Non
     for rank in range(4):
         write(tmp_path, rank, [operation(1), operation(2, size=500 if rank == 3 else 1000)])
     assert sentence(tmp_path) == (
-        "Rank 3 gave all_reduce float32 [500], 2 KB where ranks 0, 1, 2 gave float32 [1000], 4 KB, at collective 2 of "
-        "group world."
+        "Rank 3 passed float32 [500], 2 KB to all_reduce where ranks 0, 1, 2 passed float32 [1000], 4 KB, at "
+        "collective 2 of group world."
     )
 
 
@@ -91,7 +91,7 @@ def test_a_rank_that_is_behind_and_one_without_a_record_are_named(tmp_path: Path
     assert said.startswith(
         "Rank 1 never began collective 5 of group world, all_reduce of 4 KB, in which ranks 0, 3 waited"
     )
-    assert said.endswith("Besides, rank 2 wrote no record: it was killed, hangs, or its file is not here.")
+    assert said.endswith("In addition, rank 2 wrote no record: it was killed, hangs, or its file is missing here.")
     code, text = call("postmortem", str(tmp_path))
     assert code == 0
     assert "not begun" in text
@@ -103,7 +103,7 @@ def test_ranks_that_agree_point_at_the_one_without_a_record(tmp_path: Path) -> N
     for rank in (0, 1, 3):
         write(tmp_path, rank, [operation(7), operation(8, "barrier", 0)])
     assert sentence(tmp_path) == (
-        "Rank 2 wrote no record: it was killed, hangs, or its file is not here. The others agree: all failed at "
+        "Rank 2 wrote no record: it was killed, hangs, or its file is missing here. The others agree: all failed at "
         "collective 8, barrier."
     )
 
@@ -128,13 +128,13 @@ def test_sends_and_receives_do_not_shift_collectives(tmp_path: Path) -> None:
     ("content", "problem"),
     [
         (None, "cannot read"),
-        ("", "is no flight record"),
-        ("[]", "is no flight record"),
-        ("{}", "is no flight record"),
-        ("[" * 100_000, "is no flight record"),
-        ('{"group":"g","rank":5,"ranks":[0],"error":"","operations":[]}', "is no flight record"),
-        ('{"group":"g","rank":0,"ranks":[0],"error":"","operations":[{"sequence":-1}]}', "is no flight record"),
-        ('{"group":1,"rank":0,"ranks":[0],"error":"","operations":7}', "is no flight record"),
+        ("", "is not a flight record"),
+        ("[]", "is not a flight record"),
+        ("{}", "is not a flight record"),
+        ("[" * 100_000, "is not a flight record"),
+        ('{"group":"g","rank":5,"ranks":[0],"error":"","operations":[]}', "is not a flight record"),
+        ('{"group":"g","rank":0,"ranks":[0],"error":"","operations":[{"sequence":-1}]}', "is not a flight record"),
+        ('{"group":1,"rank":0,"ranks":[0],"error":"","operations":7}', "is not a flight record"),
     ],
 )
 def test_a_file_that_is_no_flight_record_is_refused_by_name(tmp_path: Path, content: str | None, problem: str) -> None:
@@ -163,7 +163,7 @@ def test_records_of_two_runs_in_one_folder_are_not_compared(tmp_path: Path) -> N
     write(tmp_path, 0, [operation(1, size=16)], world=2, job="new")
     code, text = call("postmortem", str(tmp_path))
     assert code == 0
-    assert "gave" not in text
+    assert "passed" not in text
     assert "Rank 1 wrote no record" in text
     assert "left out: 2 records of a run that failed at 1970-01-01" in text
     assert "--job old" in text
@@ -182,7 +182,7 @@ def branching_job(member: Member, folder: str) -> str:
     try:
         for _ in range(3):
             dist.all_reduce(torch.ones(1000))
-        # Rank 1 has taken another branch, and gives another size.
+        # Rank 1 has taken another branch, and passes another size.
         dist.all_reduce(torch.ones(500 if member.rank == 1 else 1000))
     except StormError as error:
         return str(error)
@@ -199,7 +199,10 @@ def test_ranks_that_really_differ_leave_records_that_name_the_culprit(tmp_path: 
     assert len(finding.flights) == 3
     assert finding.number == 4
     assert finding.culprits == [1]
-    assert "Rank 1 gave all_reduce float32 [500], 2 KB where ranks 0, 2 gave float32 [1000], 4 KB" in finding.sentence
+    assert (
+        "Rank 1 passed float32 [500], 2 KB to all_reduce where ranks 0, 2 passed float32 [1000], 4 KB"
+        in finding.sentence
+    )
     first = next(flight for flight in finding.flights if flight.rank == 0)
     assert [first.collectives[number].state for number in range(1, 5)] == ["done", "done", "done", "failed"]
 

@@ -1,4 +1,4 @@
-"""Progress where there is no terminal, and values that the shell offers."""
+"""Progress without a terminal, and shell completion."""
 
 import io
 import time

@@ -1,4 +1,4 @@
-"""What commands say of inputs that are almost right, and what they leave on a full disk."""
+"""Errors of commands for nearly correct inputs, and behaviour on a full disk."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tables on narrow terminals: every cell is shown whole. Columns that have no room beside each other follow below."""
+"""Tables on narrow terminals: no truncated cell; columns that do not fit side by side follow below."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""`stormtorch watch`, on records of a job that really trained, while it runs and afterwards."""
+"""`stormtorch watch` on records of a real training, while it runs and afterwards."""
 
 import os
 import pty
@@ -19,7 +19,7 @@ from watched_job import WatchedJob
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, str]]:
-    """A folder of a job whose rank 1 loses a fifth of what it receives; what `--once` says of it live and by folder."""
+    """Folder of a job whose rank 1 loses a fifth of its input, and the output of `--once`, live and by folder."""
     folder = tmp_path_factory.mktemp("run")
     with WatchedJob(3, folder, links={(0, 1): 0.2, (2, 1): 0.2}, key=b"a secret of the job") as job:
         job.wait(60)
@@ -73,11 +73,11 @@ def test_a_run_becomes_a_report_a_picture_and_a_table(run: tuple[Path, str, str]
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 2, "say what to watch"),
+        ((), 2, "none given"),
         (("nowhere",), 2, "there is no folder nowhere: start the job with STORM_RECORD=nowhere"),
         ((__file__,), 2, "is a file: name its folder"),
         (("127.0.0.1:1", "--once"), 1, "no rank of a job answers"),
-        (("EMPTY", "--once"), 1, "No rank has told anything yet"),
+        (("EMPTY", "--once"), 1, "No rank has reported yet"),
         (("EMPTY", "--export", "x.html"), 2, "holds no records yet"),
         (("EMPTY", "--export", "x.docx"), 2, "must end with one of"),
         (("EMPTY", "--web", "--port", "99999"), 2, "--port"),
@@ -151,7 +151,7 @@ def test_the_screen_ends_at_q_and_at_ctrl_c_and_leaves_the_terminal_as_it_was(
     os.close(terminal)
     assert process.wait(5) == (0 if how == "q" else 130)
     assert b"\x1b[?1049h" in shown
-    assert b"\x1b[?1049l" in shown, "the screen from before must come back"
+    assert b"\x1b[?1049l" in shown, "the previous screen must be restored"
     assert b"Traceback" not in shown
 
 

@@ -1,4 +1,4 @@
-"""Means that travel as eight or four bits: near the true mean, the same bits everywhere, and right in expectation."""
+"""Quantised means in 8 or 4 bits: near the true mean, the same bits on every rank, and unbiased."""
 
 from typing import Any
 

@@ -331,7 +331,7 @@ def test_a_death_is_named_on_every_rank_also_by_those_that_never_talk_to_the_dea
         if rank == 5:
             continue
         assert error is not None and error.culprit == 5, (rank, error)
-        assert isinstance(error, PeerSilent | PeerFailed) and "nothing was heard from rank 5" in str(error)
+        assert isinstance(error, PeerSilent | PeerFailed) and "nothing was received from rank 5" in str(error)
 
 
 @pytest.mark.pure

@@ -121,7 +121,7 @@ def test_the_mean_of_what_arrived_is_unbiased_and_filling_with_zeros_is_not(coll
             if collective == "all_reduce":
                 tensor = inputs[group.rank].clone()
                 arrival = all_reduce(group, tensor, Op.AVG, reliability=LOSSY).wait()[0]
-                # So few elements go directly to everyone, so every rank has counts of all of them.
+                # So few elements go directly to every rank, so every rank has counts of all of them.
                 counts = by_element(arrival.counts(), n * elements).view(n, elements)
                 return tensor.view(n, elements)[group.rank], counts[group.rank]
             output = torch.empty(elements)

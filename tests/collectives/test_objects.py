@@ -1,4 +1,4 @@
-"""Objects that travel between ranks: of any size, the same on the other side, and never code."""
+"""Collectives of objects: of any size, the same on the other side, and never code."""
 
 import io
 import pickle

@@ -1,4 +1,4 @@
-"""The sparse code: what travels, what receivers see, and that any bytes are harmless."""
+"""The sparse code: what travels, what receivers decode, and that any bytes are harmless."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Collectives of a view: they wait for ranks that are away, and go on without those that a later view drops."""
+"""Collectives of a view: they wait for silent ranks, and go on without those that a later view drops."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def pause(transport: SimulatedTransport, seconds: float) -> None:
 
 
 def begin(network: SimulatedNetwork, transport: SimulatedTransport) -> Group:
-    """Makes the group of the first view, and cuts one rank off for good once all have heard of each other."""
+    """Makes the group of the first view, and cuts one rank off for good once all have reached each other."""
     transport.watch()
     pause(transport, 0.5)
     view = transport.view()
@@ -54,7 +54,7 @@ def run_without_one(collective: object, elements: int) -> list[torch.Tensor | No
             return None
         pending, result = collective(group, elements)  # type: ignore[operator]
         with pytest.raises(ExchangeTimeout):
-            pending.wait(1.0)  # the others wait for it, as nobody knows yet that it is lost
+            pending.wait(1.0)  # the others wait for it, as no rank knows yet that it is lost
         pending.wait()
         view = transport.view()
         assert view is not None
@@ -178,7 +178,7 @@ def test_wait_is_interrupted_and_the_others_wait_on() -> None:
             pause(transport, 2.0)
             return ""
         pending = broadcast(group, torch.zeros(100_000), 2)
-        for _ in range(2):  # and again, if it is asked again
+        for _ in range(2):  # and again at the next call
             with pytest.raises(Interrupted, match=r"rank \d: broadcast .* was interrupted"):
                 pending.wait()
         # Rank 2 may yet begin: that is waited for a while.

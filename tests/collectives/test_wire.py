@@ -1,4 +1,4 @@
-"""What travels in fewer bits: what arrived gets to its place, and the rest stays as it was."""
+"""Messages in fewer bits: chunks that arrived are written, and the rest keeps its old values."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""ElasticSampler: every sample once per epoch, whoever comes and goes, however far loaders draw ahead."""
+"""ElasticSampler: every sample once per epoch while ranks join and leave, with loaders that prefetch."""
 
 import random
 from typing import Any
@@ -22,7 +22,7 @@ def once(schedule: Schedule, epochs: int = 1) -> None:
 def disturb(schedule: Schedule, chance: random.Random, spare: int = 7) -> None:
     """Changes the view at random while a step is in progress: deaths, cuts, leaves, joins, returns.
 
-    Views may follow on each other, and some are overtaken by the next one before all members have heard of them.
+    Views may follow on each other, and some are superseded before all members know them.
     """
     for _ in range(chance.choice([1, 1, 2, 3])):
         members = set(schedule.ranks)

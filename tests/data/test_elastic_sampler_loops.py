@@ -206,7 +206,7 @@ def test_a_returning_rank_in_a_plain_loop_is_warned(caplog: pytest.LogCaptureFix
     schedule.complete()
     schedule.start()
     schedule.change([0, 1, 2])
-    assert "rank 2 comes back to view 3" in caplog.text
+    assert "rank 2 rejoins in view 3" in caplog.text
 
 
 def test_a_session_without_views_has_the_ranks_of_its_group() -> None:

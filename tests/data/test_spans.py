@@ -1,4 +1,4 @@
-"""Spans: they do what sets of positions do."""
+"""Spans behave as sets of positions."""
 
 import itertools
 

@@ -35,7 +35,7 @@ class Near:
         return self._orders.get(timeout=60)
 
     def answer(self, deadline: Any) -> Any:
-        if isinstance(deadline, dict):  # the rank's side
+        if isinstance(deadline, dict):  # the worker's end
             self._answers.put(json.loads(json.dumps(deadline)))
             return None
         try:
@@ -108,7 +108,7 @@ def test_a_tiny_buffer_is_named_and_a_missing_rank_too() -> None:
     assert ("missing rank", (2,)) in problems
     assert ("receive buffer", (1,)) in problems
     assert sorted(found.links) == [(0, 1), (1, 0)]
-    # Trains sent at once overflow it; only what is dropped of the steady train is taken off that train's loss.
+    # Back-to-back trains overflow it; only drops of the steady train are subtracted from that train's loss.
     assert 0 <= found.links[0, 1].overflowed_steady < found.links[0, 1].overflowed
     assert found.links[1, 0].overflowed == 0
 
@@ -159,9 +159,9 @@ class Shelf:
 @pytest.mark.parametrize(
     ("wait_s", "seconds", "ranks", "least_s"),
     [
-        (3600.0, None, 2, 3600.0),  # the first one waits until the last one comes
+        (3600.0, None, 2, 3600.0),  # the first rank waits until the last one reports
         (60.0, 3600.0, 3, 1200.0),  # three rounds, in each of which one has nothing to do
-        (60.0, 3600.0, 8, 1200.0),  # if five of them do not come
+        (60.0, 3600.0, 8, 1200.0),  # if five of them do not report
         (60.0, None, 2, 60.0),
     ],
 )
@@ -179,5 +179,5 @@ def test_a_rank_waits_for_orders_as_long_as_the_director_may_take(
     assert orders.receive() == {"order": "end"}
     late.join()
     begun = time.monotonic()
-    assert orders.receive() is None, "nobody is there any more"
+    assert orders.receive() is None, "the director is gone"
     assert time.monotonic() - begun >= request_gap_s / 1000

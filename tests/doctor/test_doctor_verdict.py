@@ -52,7 +52,7 @@ def network(
     links: Mapping[Direction, Mapping[str, Any]] | None = None,
     ranks: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Examination:
-    """A healthy network but for what is given."""
+    """A healthy network with the given faults."""
     places = list(itertools.permutations(range(world), 2))
     return Examination(
         world=world,
@@ -150,7 +150,7 @@ def test_blocked_udp_is_told_from_an_unreachable_host() -> None:
     assert found(network(4, at_host(3, 4, **SILENT, tcp=False))) == [("unreachable", (3,))]
     only_in: dict[Direction, Mapping[str, Any]] = {(each, 3): SILENT for each in range(3)}
     (finding,) = examine(network(4, only_in, {3: {"chosen_port": True, "port": 29500}}))
-    assert finding.text == "UDP to port 29500 of h3 is blocked, while TCP comes through: a firewall drops it."
+    assert finding.text == "UDP to port 29500 of h3 is blocked, but TCP gets through: a firewall drops UDP."
     assert "udp dport 29500 accept" in finding.remedy
 
 
@@ -197,9 +197,9 @@ def test_nat_versions_and_clocks_are_named() -> None:
 
 
 def test_a_missing_rank_is_named() -> None:
-    measured = replace(network(3), world=4, missing={3: "rank 3 has not come within 5 s"})
+    measured = replace(network(3), world=4, missing={3: "rank 3 did not report within 5 s"})
     (finding,) = examine(measured)
-    assert (finding.level, finding.text) == (Level.PROBLEM, "Rank 3 has not come within 5 s.")
+    assert (finding.level, finding.text) == (Level.PROBLEM, "Rank 3 did not report within 5 s.")
 
 
 def test_reordering_and_duplicates_are_worth_knowing() -> None:
@@ -240,7 +240,7 @@ def test_a_prediction_is_what_the_formulas_say() -> None:
     assert cost.more_steps == pytest.approx(1.0)
     lossy = predict_cost(network(4, {place: LOSSY for place in itertools.permutations(range(4), 2)}), 25_000_000)
     assert lossy is not None
-    # The train lost a tenth, so the line carries 111 Mbit/s; repair takes a tenth of that again.
+    # The train lost a tenth, so the link carries 111 Mbit/s; retransmission takes a tenth of that.
     assert lossy.drift_s == pytest.approx(10.8, rel=1e-3)
     assert lossy.reliable_s == pytest.approx(12.0, rel=1e-3)
     assert 1.0 < lossy.more_steps < 1.2

@@ -16,7 +16,7 @@ from stormtorch.udp.udp import UdpTransport
 pytestmark = pytest.mark.pure
 
 N = 5
-# Sent directly to everyone, by whatever way pays, and in two stages.
+# Sent directly to every rank, as the collective chooses, and in two stages.
 SIZES = (1_001, 30_011, 300_017)
 
 

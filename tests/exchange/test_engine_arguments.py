@@ -1,4 +1,4 @@
-"""What Python gives the engine is checked on the way in: a value that it does not know is an error, not a guess."""
+"""Arguments of the engine are checked: an unknown value is an error, not a guess."""
 
 import math
 from typing import Any

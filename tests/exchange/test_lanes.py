@@ -248,5 +248,5 @@ def test_impossible_numbers_of_lanes_are_refused() -> None:
     for lanes in (0, -1, 9):
         with pytest.raises(ValueError, match=r"lanes must lie in \[1, 8\]"):
             Options(lanes=lanes)
-    with pytest.raises(ValueError, match="room for 3 lanes"):
+    with pytest.raises(ValueError, match="leave 3 ports below"):
         Options(lanes=3, port=65534)

@@ -1,4 +1,4 @@
-"""The helper that runs ranks as threads tells the error that came first, not what others made of it."""
+"""The helper that runs ranks as threads raises the first error, not those that follow from it."""
 
 import pytest
 from conftest import local_world

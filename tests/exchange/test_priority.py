@@ -127,7 +127,7 @@ def test_ranks_that_disagree_about_priority_are_named() -> None:
         ({"yield_delay_s": 0.0}, "yield_delay_s must lie between 0 and 10"),
         ({"priority": "both", "rate": "low"}, 'priority must be "normal" or "low" with rate="low"'),
         ({"priority": "both", "interfaces": ("eth0", "eth1")}, "with several interfaces"),
-        ({"priority": "both", "port": 65535}, "port must leave room for 2 lanes"),
+        ({"priority": "both", "port": 65535}, "port must leave 2 ports below"),
     ],
 )
 def test_bad_priorities_are_named(given: dict[str, Any], words: str) -> None:

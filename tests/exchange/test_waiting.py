@@ -1,4 +1,4 @@
-"""What a rank says of a long wait: for whom, in what, and whether the network explains it."""
+"""Warnings of a long wait: for which ranks, in which call, and whether the network explains it."""
 
 import logging
 import time
@@ -63,8 +63,8 @@ def test_a_wait_while_data_moves_is_said_once_and_names_the_slow_link(
     told = waited(rank, 4, 5, caplog)
     assert told == [
         "rank 0 has waited 0 s in backward(), while data moves: rank 1 computes or does something else; "
-        "rank 2 computes or does something else. The network is slow: a round trip to rank 2 takes 8.2 s, "
-        "3 % of what comes from it are lost, and 2.0 Mbit/s go there. Is a queue on the way full?"
+        "rank 2 computes or does something else. The network is slow: the round trip to rank 2 takes 8.2 s, "
+        "3 % of its datagrams are lost, and this rank sends it 2.0 Mbit/s. Is a queue on the path full?"
     ]
     assert rank.store["storm/waits/0"] == b"", "nothing is left in the store"
 
@@ -77,7 +77,7 @@ def test_a_wait_in_which_nothing_moves_is_put_down_to_the_network_only_where_tha
     assert len(quick) == 1 and quick[0].endswith("All ranks must make this call: has one taken another branch?")
     caplog.clear()
     slow = waited(Rank(round_trip_s=2.0, bytes_per_look=0), 1, 20, caplog)
-    assert len(slow) == 1 and "a round trip to rank 2 takes 4.0 s" in slow[0] and "branch" not in slow[0]
+    assert len(slow) == 1 and "the round trip to rank 2 takes 4.0 s" in slow[0] and "branch" not in slow[0]
 
 
 def test_short_waits_are_not_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A rank of a job under torchrun, with each level of TORCH_DISTRIBUTED_DEBUG. Prints what is said about mistakes."""
+"""A rank of a job under torchrun, with each level of TORCH_DISTRIBUTED_DEBUG. Prints the errors of misuse."""
 
 import os
 

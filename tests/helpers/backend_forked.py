@@ -1,4 +1,4 @@
-"""A rank whose process forks in the middle of a job: what a child may do, and what becomes of the job."""
+"""A rank whose process forks in the middle of a job: calls of the child, and the effect on the job."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A rank that blocks in a collective until somebody interrupts it. It prints what it met and when."""
+"""A rank that blocks in a collective until it is interrupted. It prints errors and their times."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def interrupted(call: str) -> None:
 
 
 def left(_: str) -> None:
-    """Ctrl-C on rank 1 alone: the others are told."""
+    """Ctrl-C on rank 1 alone: the others are notified."""
     store = join()
     try:
         say(blocked=True)
@@ -92,7 +92,7 @@ def left(_: str) -> None:
 
 
 def aborted(call: str) -> None:
-    """Another thread aborts the group while this one waits; then all begin anew."""
+    """Another thread aborts the group while this one waits; then all start again."""
     store = join()
 
     def abort() -> None:
@@ -112,7 +112,7 @@ def aborted(call: str) -> None:
 
 
 def abandoned(call: str) -> None:
-    """The same where the peer is dead and nobody has noticed yet."""
+    """The same with a dead peer that is not detected yet."""
     join()
     dist.barrier()
     if rank == 0:
@@ -141,7 +141,7 @@ def failed(_: str) -> None:
 
 
 def bereaved(_: str) -> None:
-    """Rank 1 dies; the others meet again without it."""
+    """Rank 1 dies; the others form a new group without it."""
     store = join(silence_s=1.0)
     try:
         for step in range(1000):

@@ -1,4 +1,4 @@
-"""A rank of a job in which rank 1 is killed. The others print what they met and when."""
+"""A rank of a job in which rank 1 is killed. The others print errors and their times."""
 
 import json
 import os

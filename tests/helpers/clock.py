@@ -1,4 +1,4 @@
-"""A wall clock that a test sets forth and back for one process, with the kernel's time stamps of what arrives."""
+"""A wall clock that a test moves forward and back for one process, including kernel time stamps of packets."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""A rank of a training with ElasticSampler, for tests: writes which samples it used at which step, and its pauses.
+"""A rank of a training with ElasticSampler, for tests: writes the samples of each step, and its pauses.
 
 python elastic_rank.py --store HOST:PORT --rank R --world N --out FILE, or with --join HOST:PORT instead of a store
 """

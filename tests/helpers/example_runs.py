@@ -1,4 +1,4 @@
-"""Where the examples are, and what their last line says."""
+"""Paths of the examples, and a parser of their last line."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""First starts with `rejoin="auto"`, by a store that answers slowly: how many come as one job, and in which time.
+"""First starts with `rejoin="auto"`, by a store that answers slowly: how many form one job, and how fast.
 
     python tests/helpers/first_starts.py --starts 50 --ranks 32 --delay-ms 20
 
@@ -33,7 +33,7 @@ AUTO = replace(OPTIONS, rejoin="auto", timeout_s=20.0)
 
 
 class SlowStore:
-    """A store each of whose answers takes a while, after which what it says may no longer be so."""
+    """A store with delayed replies, which may be stale on arrival."""
 
     def __init__(self, store: Any, delay: Callable[[str, str], None]) -> None:
         self._store, self._delay = store, delay

@@ -27,7 +27,7 @@ def files_up_to(most_bytes: int) -> Iterator[None]:
 
 
 def may_mount() -> bool:
-    """Whether this process may mount file systems that nobody else sees."""
+    """Whether this process may mount private file systems."""
     if shutil.which("unshare") is None:
         return False
     command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/tmp"]
@@ -35,7 +35,7 @@ def may_mount() -> bool:
 
 
 def mount_small(place: Path, most_bytes: int) -> None:
-    """Mounts an empty file system of a few bytes, which this process alone sees and which ends with it."""
+    """Mounts an empty file system of a few bytes, visible only to this process, which ends with it."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(what: int) -> None:
@@ -48,7 +48,7 @@ def mount_small(place: Path, most_bytes: int) -> None:
 
 
 def fill(place: Path) -> Path:
-    """Takes all the room that is left there, and returns the file to delete."""
+    """Fills the remaining space there, and returns the file to delete."""
     filler = place / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:

@@ -1,4 +1,4 @@
-"""A store that shows each rank what an attacker wants, and a wire on which datagrams are seen and may be changed."""
+"""An attacker's store that forges values, and a wire that records and modifies datagrams."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Datagram(NamedTuple):
 
     @property
     def name(self) -> tuple[int, int, bytes]:
-        """What may be there once only: who to whom, and the packet number."""
+        """Unique identity: sender, receiver, packet number."""
         return self.source, self.target, self.data[_NUMBER]
 
     @property
@@ -138,7 +138,7 @@ class TappedNetwork:
         self._sockets[source].sendto(data, self.addresses[target])
 
     def close(self) -> None:
-        """Carries nothing any more."""
+        """Drops all datagrams from now on."""
         self._over.set()
         self._thread.join(10.0)
         for each in self._sockets:
@@ -172,7 +172,7 @@ class TappedNetwork:
 
 
 def honest(_key: str, value: bytes) -> bytes | None:
-    """Shows what was written."""
+    """Returns written values."""
     return value or None
 
 

@@ -1,4 +1,4 @@
-"""A process that starts a job, joins it, or returns to it. It does what it is told, and says how it went."""
+"""A process that starts a job, joins it, or returns to it. It executes commands and reports results."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ def enter(how: dict[str, Any]) -> UdpTransport:
 
 
 class Rank:
-    """What a process can be told."""
+    """Commands of a process."""
 
     def __init__(self, transport: UdpTransport) -> None:
         self.transport = transport
@@ -108,7 +108,7 @@ class Rank:
         install_sigterm(self.transport)
 
     def leave(self) -> list[str]:
-        """Leaves by wish; returns what was called."""
+        """Leaves voluntarily; returns the called functions."""
         called: list[str] = []
         say_goodbye_on_error(self.transport)
         self.transport.on_leave.append(lambda: called.append("handed over"))

@@ -1,4 +1,4 @@
-"""A job of real processes that a test kills, stops and starts, and what they have told."""
+"""A job of real processes that a test kills, stops and starts, and their reports."""
 
 from __future__ import annotations
 

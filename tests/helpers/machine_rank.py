@@ -45,7 +45,7 @@ class How:
 
 
 class Rank:
-    """What a rank has, and where it tells how it goes."""
+    """The state of a rank, and the file of its reports."""
 
     def __init__(self, rank: int, how: How, out: TextIO) -> None:
         self.rank, self.how, self._out = rank, how, out

@@ -1,4 +1,4 @@
-"""What the tests of arrival masks have in common: owners, and how far a rate may be from its model's."""
+"""Shared by the tests of arrival masks: owners, and tolerances of loss rates."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Policies as users write them: each changes what the seam lets it change."""
+"""Policies as users write them: one for each extension point."""
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass

@@ -93,7 +93,7 @@ class Job:
         return int((self.folder / f"port-{rank}").read_text())
 
     def cookie(self) -> int:
-        """What all datagrams of the job bear."""
+        """Cookie of all datagrams of the job."""
         return int(FileStore(str(self.folder / "store"), len(self.processes)).get("storm/cookie"), 16) & 0xFFFFFFFF
 
     def wait_for(self, ready: Callable[[], bool], within_s: float = 120.0) -> None:

@@ -94,9 +94,9 @@ def _train(schedule: Schedule, where: Path, rank: int, incarnation: int, recordi
         time.sleep(STEP_S)
         _inject_event(recording, first)
         recording.write("iteration", steps=first.steps)
-        for place, drain in enumerate(program.parts(model)):
+        for place, part in enumerate(program.parts(model)):
             chosen = [sessions[place]] if program.sessions == "models" else sessions
-            _iterate(program, recording, model, place, drain, chosen, scaler, rank)
+            _iterate(program, recording, model, place, part, chosen, scaler, rank)
         scaler.update() if program.scaler else None
     progress.report(rank, first.steps, 2)
     for optimizer in sessions:
@@ -105,7 +105,7 @@ def _train(schedule: Schedule, where: Path, rank: int, incarnation: int, recordi
         for module, _ in program.trained(model)[: None if program.sessions == "models" else 1]:
             stack.enter_context(stormtorch.exact(module))
         recording.write("end", steps=first.steps, values=[each.detach().clone() for each in model.parameters()])
-    transport.drain()
+    transport.part()
     transport.close()
 
 
@@ -137,7 +137,7 @@ def _iterate(
     recording: RankRecording,
     model: torch.nn.Module,
     place: int,
-    drain: torch.nn.Module,
+    part: torch.nn.Module,
     optimizers: list[Any],
     scaler: Any,
     rank: int,
@@ -147,9 +147,9 @@ def _iterate(
     def compute() -> None:
         scale = float(scaler.get_scale()) if program.scaler else 1.0
         values = [each.detach().clone() for each in model.parameters()]
-        recording.write("compute", drain=place, steps=steps, rank=rank, scale=scale, values=values)
-        *first, last = program.losses(drain, rank, steps, scale, scaler.scale)
-        with drain.no_sync():  # type: ignore[operator]  # `prepare` adds it
+        recording.write("compute", part=place, steps=steps, rank=rank, scale=scale, values=values)
+        *first, last = program.losses(part, rank, steps, scale, scaler.scale)
+        with part.no_sync():  # type: ignore[operator]  # `prepare` adds it
             for loss in first:
                 loss().backward()
         last().backward()
@@ -163,7 +163,7 @@ def _iterate(
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
         if program.clip is not None:
-            torch.nn.utils.clip_grad_norm_(drain.parameters(), program.clip)
+            torch.nn.utils.clip_grad_norm_(part.parameters(), program.clip)
         for optimizer in optimizers:
             scaler.step(optimizer) if program.scaler else optimizer.step()
     for optimizer in optimizers:

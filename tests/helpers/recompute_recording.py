@@ -1,4 +1,4 @@
-"""The book of a rank whose job is recomputed: what it gives and gets, written down at once, and where it dies."""
+"""The book of a rank whose job is recomputed: contributions, arrivals, and its injected death."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SharedProgress:
 
     @property
     def end(self) -> int:
-        """Step at which all end; 0 while nobody knows."""
+        """Step at which all end; 0 until announced."""
         return self.read(MOST_RANKS)[0]
 
     def happen(self, number: int, steps: int, view: int = 0) -> None:

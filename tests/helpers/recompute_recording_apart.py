@@ -108,9 +108,9 @@ def watch(recording: RankRecording) -> None:
         )
         recording.reach(self.book_session, "arrived")
 
-    def take(self: Any, bucket: Bucket, own: Any, room: Any, arrived_C: torch.Tensor, first: int) -> None:
+    def take(self: Any, bucket: Bucket, own: Any, buffer: Any, arrived_C: torch.Tensor, first: int) -> None:
         now.masks[first] = arrived_C.clone()
-        take_before(self, bucket, own, room, arrived_C, first)
+        take_before(self, bucket, own, buffer, arrived_C, first)
 
     Averages.start, Averages.finish, Averages._take = start, finish, take  # type: ignore[method-assign]
     Averages._send_answer, Averages._update = give_back, update  # type: ignore[method-assign]

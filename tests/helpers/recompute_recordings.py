@@ -1,4 +1,4 @@
-"""What the processes of a recomputed job have written down."""
+"""Reads the recordings of a recomputed job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SLACK_S = 1.5
 
 
 class Differs(Exception):
-    """What the job has is not what must come out."""
+    """The job's state differs from the recomputed one."""
 
 
 @dataclass
@@ -95,4 +95,4 @@ def _says_why(record: dict[str, Any]) -> bool:
     """Whether a record is a warning from which one knows what a rank waits for."""
     if record["kind"] != "log" or record["level"] < logging.WARNING:
         return False
-    return not any(each in record["words"] for each in (" begins at step ", "has come into a running job"))
+    return not any(each in record["words"] for each in (" begins at step ", "has joined a running job"))

@@ -1,4 +1,4 @@
-"""The table of what was recomputed: how many jobs were equal bit for bit, what was rounded, lost or wrong."""
+"""The table of recomputed jobs: how many jobs were equal bit for bit, what was rounded, lost or wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reduction must give, bit for bit, computed in one process without any of the product's code."""
+"""Bit-exact reference reductions, in one process and without code of the product."""
 
 import functools
 import operator

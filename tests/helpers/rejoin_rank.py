@@ -1,4 +1,4 @@
-"""A process of a rank that may be killed and return as another. It does what it is told, and says how it went."""
+"""A process of a rank that may be killed and return as another. It executes commands and reports results."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def open_transport(how: dict[str, Any]) -> UdpTransport:
 
 
 class Rank:
-    """What a rank can be told."""
+    """Commands of a rank."""
 
     def __init__(self, transport: UdpTransport) -> None:
         self.transport = transport
@@ -75,7 +75,7 @@ class Rank:
         return {"came": came, "took": took}
 
     def readmit(self, peer: int) -> dict[str, Any]:
-        """Waits until another process has taken a peer's place, and goes on with it."""
+        """Waits until a new process has replaced a peer, and goes on with it."""
         transport = self.transport
         deadline = time.monotonic() + 20.0
         while (card := newer_card(transport.store, peer, transport.incarnation(peer), prefix=transport.prefix)) is None:

@@ -1,4 +1,4 @@
-"""A rank that dies and comes back as a new process, over loopback, while the others train on."""
+"""A rank that dies and rejoins as a new process, over loopback, while the others train."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Kills ranks that share memory with SIGKILL in the midst of random collectives, and checks what is left of them.
+"""Kills ranks that share memory with SIGKILL in the midst of random collectives, and checks the survivors.
 
     python tests/helpers/soak_kills.py --kills 50
 
@@ -48,7 +48,7 @@ def _left() -> dict[str, Any]:
 
 
 def _calls(drawn: random.Random, world: int) -> list[program.Call]:
-    """Draws a round in which every call is one of all ranks, and each lane ends with a barrier: nobody gets ahead."""
+    """Draws a round of calls of all ranks; each lane ends with a barrier, so that no rank gets ahead."""
     calls: list[program.Call] = []
     while len(calls) < 6:
         for call in next(program.rounds(drawn.randrange(1 << 30), 10, world, most_bytes=1 << 20)):

@@ -1,4 +1,4 @@
-"""Surveys optimizers and idioms of training loops: on ranks, also while one comes or goes, and in one process.
+"""Surveys optimizers and idioms of training loops: on ranks, also during a join or leave, and in one process.
 
     python tests/helpers/survey.py --write docs/optimizers.md     # or: make survey
     python tests/helpers/survey.py --only lamb "closure"

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""One program on ranks, undisturbed or while one of them comes or goes, beside one process that does the same."""
+"""One program on ranks, undisturbed or during a join or leave, compared with a single process."""
 
 from __future__ import annotations
 
@@ -321,6 +321,6 @@ def alone(subject: Subject) -> str:
 
 
 def _of_members(words: str) -> bool:
-    """Whether a warning only tells who has come and gone."""
+    """Whether a warning only reports joins and leaves."""
     usual = (" begins at step ", "without a key", "leaves at step", _OF_PROGRAMS, "requires_grad of")
     return any(each in words for each in usual)

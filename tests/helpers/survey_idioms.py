@@ -362,7 +362,7 @@ def sharpness(c: Loop, number: int) -> None:
 
 
 def scheduled(name: str, of: Callable[[Any], Any], **settings: Any) -> None:
-    """Adds a loop with a scheduler, which a newcomer begins anew."""
+    """Adds a loop with a scheduler, which a joining rank restarts."""
 
     def begin(c: Loop) -> None:
         c.memo["scheduler"] = of(c.optimizer)

@@ -1,4 +1,4 @@
-"""Small files in the layouts that tasks learn from, and the tasks that learn from them."""
+"""Small data files in the layouts of the tasks, and tasks that use them."""
 
 import pickle
 import random

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Models to train, ranks that train them on the simulated network, and one process that does the same without us."""
+"""Models to train, ranks that train them on the simulated network, and a reference in one process with plain torch."""
 
 import copy
 import functools
@@ -177,7 +177,7 @@ class Rank:
     optimizer: Any
 
     def values(self) -> list[torch.Tensor]:
-        """The parameters that count. All ranks must ask."""
+        """The exact parameters; collective."""
         with exact(self.model):
             return values(self.model)
 

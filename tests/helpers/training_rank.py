@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""A rank of a training that others kill, stop, end and start again. It tells its steps, and what its ledger says."""
+"""A rank of a training that tests kill, stop and restart. It reports its steps and its ledger."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ def report(**what: Any) -> None:
 
 
 def go_deaf(seconds: float) -> None:
-    """Nothing arrives here for a while."""
+    """Drops all received datagrams for a while."""
     deaf = stormtorch.faults(loss=1.0)
     deaf.start()
     time.sleep(seconds)

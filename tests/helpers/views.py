@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Ranks of a simulated network that die, are cut off and come back, and one process that does what must come out."""
+"""Ranks of a simulated network that die, are cut off and come back, and a reference in one process."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +66,7 @@ class Member:
             self.step(number, **how)
 
     def die(self) -> None:
-        """Goes dark once the parameters of the last step have arrived, so that the step counts."""
+        """Becomes unreachable once the parameters of the last step have arrived, so that the step counts."""
         self.session.wait()
         self.network.set_unreachable(self.rank, True)
 
@@ -105,7 +105,7 @@ def with_members(
 def survivors(
     dying: DYING, steps: int, *, world: int, make: MakeOptimizer, **how: Any
 ) -> dict[int, list[torch.Tensor]]:
-    """Parameters of those who live to the end, by rank."""
+    """Parameters of the survivors, by rank."""
 
     def work(member: Member) -> list[torch.Tensor] | None:
         if member.rank in dying:

@@ -142,7 +142,7 @@ def start(
 
 
 def _serve(line: socket.socket) -> dict[str, Any] | None:
-    """Forks for each order. Returns the order in each fork, and None here, when nobody will give another."""
+    """Forks for each order. Returns the order in each fork, and None here, when there are no more."""
     running: dict[int, tuple[int, socket.socket]] = {}  # of each process's descriptor, its number and who waits for it
     while True:
         ready, _, _ = select.select([line.fileno(), *running], [], [])

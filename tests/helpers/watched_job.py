@@ -21,7 +21,7 @@ from stormtorch.network.loss import Bernoulli, PerLink
 
 
 class WatchedJob:
-    """Ranks that train together until they are told to stop.
+    """Ranks that train together until stopped.
 
     Args:
         world: Number of ranks.

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, attr-defined"
-"""Mistakes that need ranks: each rank makes those of one scenario and prints, as a line of JSON, what it is told.
+"""Mistakes that need ranks: each rank makes those of one scenario and prints the errors as a line of JSON.
 
 Run as `wrong_inputs.py SCENARIO`, with the environment of torchrun.
 """

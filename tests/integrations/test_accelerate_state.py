@@ -1,4 +1,4 @@
-"""What `prepare` inside Accelerate makes of a state dict."""
+"""State dicts of models prepared inside Accelerate."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""prepare() inside Lightning, Accelerate and the Trainer of transformers: two workers really train, save and go on."""
+"""prepare() inside Lightning, Accelerate and the Trainer of transformers: two workers train, save and resume."""
 
 import importlib.util
 import json
@@ -18,14 +18,14 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def told_by(package: str, launcher: tuple[str, ...], script: str, folder: Path) -> list[dict[str, Any]]:
-    """Runs a script on two workers, and returns what each of them tells."""
+    """Runs a script on two workers, and returns what each of them prints."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install -e '.[frameworks]'")
     environment = os.environ | {"HOME": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [*launcher, str(HELPERS / script), str(folder / "saved")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110, env=environment)
     assert done.returncode == 0, done.stderr
-    # Two processes write to one pipe: their lines may run into each other.
+    # Two processes write to one pipe: their lines may interleave.
     told = [json.loads(found) for found in re.findall(r'\{"rank"[^}]*\}', done.stdout)]
     return sorted(told, key=lambda each: int(each["rank"]))
 

@@ -1,4 +1,4 @@
-"""What a rank answers to newcomers, and what a newcomer does when the one it asked dies; and cards as bytes."""
+"""Admission: a rank's answers to join requests, a join client whose rank dies, and cards as bytes."""
 
 import json
 import threading
@@ -87,7 +87,7 @@ def test_a_card_with_nonsense_in_it_is_none(change: dict[str, Any]) -> None:
 def test_addresses_are_read() -> None:
     assert addresses("a:1, [::1]:2,10.0.0.1:3") == [("a", 1), ("::1", 2), ("10.0.0.1", 3)]
     for wrong in ("", "a", "a:", ":1", "a:0", "a:70000", "a:1,", "a:x"):
-        with pytest.raises(ValueError, match='an address is "host:port"'):
+        with pytest.raises(ValueError, match='addresses must be "host:port"'):
             addresses(wrong)
 
 

@@ -1,4 +1,4 @@
-"""etcd as a store: ranks meet in a real one."""
+"""etcd as the rendezvous store: ranks use a real one."""
 
 import shutil
 import socket
@@ -150,5 +150,5 @@ def test_a_process_group_meets_in_it(server: Server) -> None:
 def test_a_server_that_is_gone_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"etcd does not answer: 127\.0\.0\.1:1: .*refused"):
         EtcdStore("127.0.0.1:1").set("key", "value")
-    with pytest.raises(ValueError, match="an address of etcd is"):
+    with pytest.raises(ValueError, match="addresses of etcd must be"):
         EtcdStore("ftp://host")

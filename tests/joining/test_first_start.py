@@ -1,4 +1,4 @@
-"""The first start with `rejoin="auto"`: all ranks come as one job, however slow the store is and whoever comes last."""
+"""The first start with `rejoin="auto"`: all ranks start as one job, with a slow store too and in any order."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Processes come into a running job: beyond the world, in place of one that died, with the store and without."""
+"""Late join of a running job: beyond the world, in place of a rank that died, with the store and without."""
 
 import json
 import signal
@@ -150,7 +150,7 @@ def test_a_killed_rank_is_started_again_by_the_store(rejoin: bool | str) -> None
 @pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_ranks_that_are_killed_in_the_midst_of_sealed_sums_return_over_lanes_that_lose_and_reorder() -> None:
-    """Each process has packet numbers and keys of its own: nothing of an earlier one counts, and nobody is shut out."""
+    """Each process has its own packet numbers and keys: nothing of an earlier one counts, and no rank is locked out."""
     faults = {"loss": 0.1, "reorder": 0.3, "duplicate": 0.05, "corrupt": 0.02, "seed": 5}
     job = Job(key=KEY, rejoin="auto", lanes=3, shared_memory=False, faults=faults)
     try:
@@ -176,7 +176,7 @@ def test_a_job_whose_ranks_have_all_died_begins_anew_by_the_same_commands() -> N
     try:
         for name in job.names:
             job.kill(name)
-        for name in reversed(job.names):  # the others must wait for rank 0, and not meet the dead
+        for name in reversed(job.names):  # the others must wait for rank 0, and not join a dead rendezvous
             job.launch(name, rank=int(name))
             time.sleep(0.2)
         assert [job.up(name)["incarnation"] for name in job.names] == [0, 0, 0]
@@ -244,7 +244,7 @@ def test_a_full_job_says_so() -> None:
 def test_a_rank_that_lives_is_not_replaced(plain: Job) -> None:
     plain.launch("twin", rank=1, rejoin=True, timeout_s=3.0)
     why = plain.refused("twin")
-    assert "rank 1 is still heard" in why
+    assert "rank 1 still answers" in why
     plain.check_together(["0", "1", "2"], [0, 1, 2])
 
 
@@ -255,7 +255,7 @@ def test_what_is_wrong_is_named(plain: Job) -> None:
     plain.launch("lost", join="127.0.0.1:1")
     assert "no rank of the job answers: 127.0.0.1:1: " in plain.refused("lost")
     plain.launch("confused", join="somewhere")
-    assert 'an address is "host:port"' in plain.refused("confused")
+    assert 'addresses must be "host:port"' in plain.refused("confused")
 
 
 def test_a_rank_that_leaves_by_wish_hands_over_and_goes(plain: Job) -> None:

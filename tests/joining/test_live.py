@@ -1,4 +1,4 @@
-"""A running job tells its records to whoever may ask, and its state in plain text to whoever sits at the machine."""
+"""A running job serves its records to watchers, and its status as plain text to processes on the same machine."""
 
 import contextlib
 import json

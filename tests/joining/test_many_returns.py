@@ -1,4 +1,4 @@
-"""Ranks that have returned more often than 16 bits count, and ranks whose host gets another address."""
+"""Incarnations beyond 16 bits, and ranks whose host gets another address."""
 
 import subprocess
 import time

@@ -138,7 +138,7 @@ def test_interrupted_exchange_ends_well_where_all_that_it_needs_take_part() -> N
             waited[rank] += view.number > 1
             return view.number > 1
 
-        # Only ranks 0 and 1 have much to tell each other: a second. Rank 3 ends the exchange at once, and leaves.
+        # Only ranks 0 and 1 exchange much data, for a second. Rank 3 ends the exchange at once, and leaves.
         sizes = [1_250_000 if rank + peer == 1 else 1 for peer in range(4)]
         rooms = [torch.zeros(size) for size in sizes]
         group = Group(transport, view=1, interrupted=interrupted)

@@ -1,4 +1,4 @@
-"""A rank is killed, the others go on, another process takes its place, and all go on together."""
+"""Rejoin: a rank is killed, the others go on, a new process takes over the rank, and all go on together."""
 
 import gc
 import json
@@ -250,7 +250,7 @@ def test_what_was_agreed_on_at_the_start_still_holds() -> None:
     try:
         with rejoin(store, 1, 2, Options(datagram_bytes=9000, eager_bytes=4096)) as back:
             assert back.chunk_bytes == transports[0].chunk_bytes
-        transports[1].close()  # as long as it lives, nobody takes its place
+        transports[1].close()  # while it lives, no other process takes over its rank
         with connect(store, 1, 2, Options(rejoin=True)) as again:
             assert again.incarnation(1) > 1
             assert again.chunk_bytes == transports[0].chunk_bytes

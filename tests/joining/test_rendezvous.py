@@ -105,7 +105,8 @@ def test_ranks_of_ipv4_and_of_ipv6_are_told_so_at_once() -> None:
     if not has_ipv6():
         pytest.skip("this machine has no IPv6")
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"rank 0 is at 127\.0\.0\.1 and rank 1 is at ::1: no datagram goes from IPv4"):
+    message = r"rank 0 is at 127\.0\.0\.1 and rank 1 is at ::1: IPv4 and IPv6 cannot reach each other"
+    with pytest.raises(ValueError, match=message):
         local_world(3, summed, options=[replace(OPTIONS, interface=each) for each in ("lo", "::1", "lo")])
     assert time.monotonic() - began < 10.0
 
@@ -180,14 +181,14 @@ def test_ranks_that_do_not_come_are_named_first_in_a_warning_and_then_in_the_err
     said = connect_all(4, lambda _: replace(OPTIONS, timeout_s=options_s), store=store, absent=(1, 3))
     for rank in (0, 2):
         assert isinstance(said[rank], RanksMissing) and said[rank].culprit == 1
-        assert str(said[rank]).startswith(f"rank {rank}: connecting: ranks 1, 3 of 4 have not come within 0.4 s")
+        assert str(said[rank]).startswith(f"rank {rank}: connecting: ranks 1, 3 of 4 have not joined within 0.4 s")
         warned = [text for text in caplog.messages if text.startswith(f"rank {rank}: ")]
-        assert len(warned) == 1 and "ranks 1, 3 of 4 have not come for" in warned[0]
+        assert len(warned) == 1 and "ranks 1, 3 of 4 have not joined for" in warned[0]
 
 
 def test_absence_of_rank_0_from_whom_the_others_have_their_cookie_is_told_by_its_name() -> None:
     said = connect_all(2, lambda _: replace(OPTIONS, timeout_s=0.3), absent=(0,))
-    assert "rank 1: connecting: rank 0 of 2 has not come within 0.3 s" in str(said[1])
+    assert "rank 1: connecting: rank 0 of 2 has not joined within 0.3 s" in str(said[1])
 
 
 def test_rank_that_cannot_join_tells_the_others_at_once() -> None:
@@ -293,7 +294,7 @@ def test_datagrams_of_strangers_are_counted_and_change_nothing() -> None:
 
 
 def forged_ping(transport: UdpTransport) -> bytes:
-    """A ping that claims to be rank 1's, by somebody who knows half of the cookie but not how to check or seal."""
+    """A forged ping of rank 1: half of the cookie is right, but not the check or the seal."""
     cookie = int(transport.store.get("storm/cookie"), 16) & 0xFFFFFFFF
     kind_ping, number, no_exchange = 0x17, 1_000, (0, 0, 0, 0)
     return struct.pack("<BBHIIIIIII", kind_ping, 0, 1, 0x12345678, cookie, number, *no_exchange)
@@ -301,7 +302,7 @@ def forged_ping(transport: UdpTransport) -> bytes:
 
 @pytest.mark.parametrize("key", [None, KEY])
 def test_only_datagrams_of_peers_count_as_life(key: bytes | None) -> None:
-    """Who is heard decides who is in the next view: what strangers send is no sign of a peer."""
+    """Forged datagrams are no sign of life: the next view depends on authentic ones only."""
     heard = threading.Event()
 
     def work(transport: UdpTransport) -> None:

@@ -94,7 +94,7 @@ def test_faults_take_a_time_for_all_links_or_for_one() -> None:
         (0, 5): (0.5, 1.0, 1_000_000_000),
         (0, 6): (0.0, 1.0, 0),
     }
-    with pytest.raises(ValueError, match=r"^burst goes with a loss rate"):
+    with pytest.raises(ValueError, match=r"^burst must be given with a loss rate"):
         faults(loss=TimedBursts(p=0.5, burst_s=1.0), burst="5ms")
 
 

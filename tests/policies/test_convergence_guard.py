@@ -1,4 +1,4 @@
-"""The loss meter and the guard by themselves: few chunks cannot shout, many are believed at once, an alarm holds."""
+"""Loss meter and convergence guard: few chunks raise no alarm, many raise it at once, and an alarm is held."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""What policies remember: views of vectors that can be cut anew."""
+"""Memory of policies: views of vectors that survive a repartition."""
 
 import pytest
 import torch
@@ -46,5 +46,5 @@ def test_values_of_another_shape_are_refused() -> None:
     memory = MemoryStore(4).chunks(0, 1, 4)
     with pytest.raises(RuntimeError):
         memory["anchor"] = torch.zeros(1, 3)
-    with pytest.raises(TypeError, match="stays"):
+    with pytest.raises(TypeError, match="cannot be deleted"):
         del memory["anchor"]

@@ -1,4 +1,4 @@
-"""The seam of a policy: defaults, what is refused, and what a policy is known to change."""
+"""The interface of a policy: defaults, refused settings and classes, and detection of overridden functions."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -77,7 +77,7 @@ def test_gradients_are_exchanged_at_every_step_or_not_at_all() -> None:
     class Rare(RankPolicy):
         sends: ClassVar[Literal["gradients", "parameters"]] = "gradients"
 
-    with pytest.raises(ValueError, match="every must be 1 where gradients are exchanged, got 2"):
+    with pytest.raises(ValueError, match="every must be 1 if gradients are exchanged, got 2"):
         Rare(every=2)
 
 

@@ -1,4 +1,4 @@
-"""Lines that may hold anything, and files that grow while they are read."""
+"""Parsing of untrusted record lines, and files that grow while they are read."""
 
 import json
 import math
@@ -151,7 +151,7 @@ def test_a_pipe_among_the_files_of_a_run_is_refused_and_the_others_are_read(
     assert [who.rank for who in folder.read()] == [0]
     assert folder.read() == {}
     assert [each.getMessage() for each in caplog.records] == [
-        f"{pipe} is not a regular file: records are read only from such"
+        f"{pipe} is not a regular file: records can be read only from regular files"
     ]
     with pytest.raises(ValueError, match="not a regular file"):
         read_run(pipe)

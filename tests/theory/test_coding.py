@@ -1,4 +1,4 @@
-"""What repairing and coding cost: formulas against simulated losses, and the engine's choice against the model's."""
+"""Cost of retransmission and forward error correction: formulas against simulated losses and against the engine."""
 
 import random
 
@@ -10,7 +10,7 @@ from stormtorch.theory.coding import LinkModel
 
 
 def losses(link: LinkModel, count: int, rng: random.Random) -> list[bool]:
-    """Fates of datagrams that follow each other on the line."""
+    """Losses of consecutive datagrams on a link."""
     lose, recover = link.chain()
     state, fates = rng.random() < link.p, []
     for _ in range(count):

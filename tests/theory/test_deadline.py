@@ -1,4 +1,4 @@
-"""Formulas about deadlines, beside a simulation of ranks that compute and give gradients when they have them."""
+"""Formulas about deadlines, compared with a simulation of ranks that contribute gradients when they have them."""
 
 import random
 from statistics import mean, variance
@@ -45,7 +45,7 @@ def test_rank_that_is_late_once_is_left_out_once() -> None:
 
 
 def test_inflation_is_that_of_a_simulated_mean() -> None:
-    """Eight ranks with gradients of variance 1, one of which gives its own in every third step, three times."""
+    """Eight ranks with gradients of variance 1, one of which contributes in every third step, with weight 3."""
     times = [[1.0]] * 7 + [[3.0]]
     source = random.Random(1)
     means = [

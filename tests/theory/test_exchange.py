@@ -1,4 +1,4 @@
-"""Time of a step on a line: what it is made of, and what steps took in the lab."""
+"""Time of a step at a bottleneck: its parts, and comparison with steps measured in the lab."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Formulas about layers that are reached at a deadline, beside drawn backwards and plans found by trying all."""
+"""Formulas about layers reached at a deadline, compared with sampled backwards and with exhaustive search."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The lead where updates depend on what was lost: gradient descent on a quadratic, each worker at its own replica."""
+"""The lead if updates depend on the losses: gradient descent on a quadratic, each worker with its own replica."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every formula against a simulation that knows nothing of it: coins, random walks, matrices; seeds are fixed."""
+"""Every formula against an independent simulation: coins, random walks, matrices; with fixed seeds."""
 
 import math
 
@@ -62,7 +62,7 @@ def test_lags_and_drift_are_those_of_a_walk(p: float, max_lag: int | None) -> No
     agrees(walk.owner, theory.owner_drift(p, max_lag=max_lag))
     agrees(walk.common, theory.common_drift(p, max_lag=max_lag))
     if max_lag is None:
-        with pytest.raises(AssertionError):  # the published form is told from the exact one
+        with pytest.raises(AssertionError):  # the test distinguishes the published formula from the exact one
             agrees(walk.pair, theory.pair_drift_published(p))
 
 

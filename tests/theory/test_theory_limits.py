@@ -1,4 +1,4 @@
-"""What formulas come to at their limits, in which direction they go, and what they refuse."""
+"""Limits and monotonicity of the formulas, and refused arguments."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pure
 losses = st.floats(0.0, 0.95)
 ranks = st.integers(1, 300)
 bounds = st.one_of(st.none(), st.integers(1, 40))
-relaxed = settings(deadline=None)  # a busy machine is no failure
+relaxed = settings(deadline=None)  # a busy machine must not fail the test
 
 
 def test_rare_lags_are_counted_to_the_last_digit() -> None:
@@ -41,7 +41,7 @@ def test_without_loss_nothing_happens(n: int, max_lag: int | None) -> None:
 def test_more_loss_is_never_better(p: float, other: float, n: int, max_lag: int | None) -> None:
     less, more = (predict(n, each, max_lag) for each in sorted((p, other)))
     for name in KINDS:
-        if name in ("up_to_date", "a2"):  # of the second there is less again where hardly any mean comes back
+        if name in ("up_to_date", "a2"):  # a2 falls again when almost no average is received
             continue
         assert getattr(more, name) >= getattr(less, name) * (1 - 1e-9) - 1e-9, name
 

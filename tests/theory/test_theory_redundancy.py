@@ -1,4 +1,4 @@
-"""Redundancy in theory: blocks as in the engine, what stays lost against drawn losses, and what a wire pays for."""
+"""Theory of redundancy: blocks as in the engine, residual loss against sampled losses, parity that a wire allows."""
 
 import random
 

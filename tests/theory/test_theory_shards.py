@@ -1,4 +1,4 @@
-"""The shares that make a step shortest, against a search of all shares on a grid."""
+"""Shares with the shortest step, against an exhaustive search on a grid."""
 
 import itertools
 import math
@@ -43,7 +43,7 @@ def test_a_line_thin_both_ways_alike_is_best_used_by_an_equal_share(ranks: int) 
     assert times.best() == pytest.approx([1 / ranks] * ranks, abs=2e-3)
     assert gain(one_of(ranks, HostSpeed(0.1, 0.1, 0.2), followers=1.0)) < 1.01
     nothing = [0.0, *[1 / (ranks - 1)] * (ranks - 1)]
-    # Its line then carries one way only, in each of the stages.
+    # Its link then carries data in one direction only, in each stage.
     assert times.step_s(nothing) / times.step_s([1 / ranks] * ranks) == pytest.approx(ranks / (ranks - 1))
 
 

@@ -1,4 +1,4 @@
-"""A recorded job, a live forger, and a page that says what they can do: every cell of its table names what tries it."""
+"""Attacks by replay and forgery: each cell of the table in docs/security.md names the test that tries it."""
 
 import ast
 import random
@@ -184,7 +184,7 @@ def cut(draw: random.Random, data: bytearray) -> None:
 
 
 def turned(_draw: random.Random, datagram: Datagram) -> Datagram:
-    """Back to where it came from, under the name of whom it was for."""
+    """Reflected to its sender, under the name of its receiver."""
     data = datagram.data[:2] + struct.pack("<H", datagram.target) + datagram.data[4:]
     return Datagram(datagram.target, datagram.source, data)
 
@@ -244,7 +244,7 @@ def test_no_datagram_of_a_sealed_job_counts_once_it_is_altered(name: str) -> Non
 
 @BOTH
 def test_datagrams_for_one_rank_do_not_count_at_another(options: Options) -> None:
-    """A replay that has been seen by nobody there; or a rank that has got the address that another one had before."""
+    """A replay that no rank has received there; or a rank that has another one's former address."""
     passed = [0, 0, 0]
     with TappedNetwork(3) as wire:
 

@@ -1,4 +1,4 @@
-"""How a process says goodbye: by an exception that ends it, and not by one that a person at the prompt may mend."""
+"""Goodbye of a process: after an exception that ends it, but not at an interactive prompt, where it goes on."""
 
 import subprocess
 import sys

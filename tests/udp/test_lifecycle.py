@@ -1,4 +1,4 @@
-"""Opening, closing, abandoning and interrupting: nothing hangs, nothing leaks, no memory is let go too soon."""
+"""Opening, closing, dropping and interrupting: nothing hangs, nothing leaks, no memory is freed too soon."""
 
 import gc
 import os
@@ -277,7 +277,7 @@ def test_leaving_is_heard_through_a_storm_and_does_not_take_long() -> None:
 
 @pytest.mark.parametrize("call", ["health", "links"])
 def test_questions_to_the_engine_let_other_threads_go_on(call: str) -> None:
-    """Whoever drives may have the engine's lock, and whoever waits for that lock must not have Python's."""
+    """The thread that drives the engine may hold its lock; a thread that waits for that lock must not hold Python's."""
     begun, seen, before = threading.Event(), threading.Event(), sys.getswitchinterval()
     with pair() as transports:
         asked = transports[0]
@@ -294,7 +294,7 @@ def test_questions_to_the_engine_let_other_threads_go_on(call: str) -> None:
 
         missed: list[bool] = []
         thread = threading.Thread(target=ask)
-        sys.setswitchinterval(100.0)  # nobody is interrupted: a thread goes on when another lets go by itself
+        sys.setswitchinterval(100.0)  # no thread is interrupted: one goes on when another releases the lock
         try:
             thread.start()
             begun.wait()

@@ -1,4 +1,4 @@
-"""Peers that fall silent, leave, fail or come back."""
+"""Peers that fall silent, leave, fail or rejoin."""
 
 import re
 import threading
@@ -52,7 +52,7 @@ def test_lossy_exchanges_go_on_without_a_dark_peer_and_heal_when_it_returns(n: i
             compute(transport, 0.01)  # all have ended the turn before
             if transport.rank == 0:
                 network.set_unreachable(1, turn in dark)
-            compute(transport, 0.01)  # and nobody has begun this one
+            compute(transport, 0.01)  # and no rank has begun this one
             outputs = [torch.full((2_000,), -1.0) for _ in range(n)]
             arrival = all_gather(group, outputs, torch.full((2_000,), float(turn)), reliability=reliability).wait()[0]
             whole = all(bool((output == turn).all()) for output in outputs)
@@ -74,7 +74,7 @@ def test_a_rank_that_ran_ahead_while_cut_off_does_not_hold_up_the_others() -> No
     def work(transport: Transport) -> float:
         group, longest = Group(transport), 0.0
         for turn in range(20):
-            # Cut off, rank 1 waits for nobody, so it is far ahead when it returns.
+            # Cut off, rank 1 waits for no other rank, so it is far ahead when it rejoins.
             if transport.rank == 0:
                 network.set_unreachable(1, turn in range(3, 8))
             outputs = [torch.empty(2_000) for _ in range(4)]
@@ -101,7 +101,7 @@ def test_an_exact_exchange_with_a_dark_peer_says_who_what_how_much_and_which_kno
         return outcome_of(receive(group, tensor, 2).wait)
 
     said = network.run(work)[0]
-    assert re.match(rf"PeerSilent: rank 0: {call} .*nothing was heard from rank 2 for 0\.3 s", said), said
+    assert re.match(rf"PeerSilent: rank 0: {call} .*nothing was received from rank 2 for 0\.3 s", said), said
     assert re.search(r"\b[1-9]\d* bytes missing", said)
     assert "silence_s" in said
     assert network.now_s < 5.0
@@ -256,8 +256,8 @@ def test_every_rank_names_the_dark_one_whoever_told_of_it() -> None:
         return "no error", None
 
     said = network.run(work)
-    told = "PeerFailed: rank {}: all_reduce .*rank [0134] gave it up because nothing was heard from rank 2, "
-    found = "PeerSilent: rank {}: all_reduce .*nothing was heard from rank 2 for 0.3 s, "
+    told = "PeerFailed: rank {}: all_reduce .*rank [0134] aborted it because nothing was received from rank 2, "
+    found = "PeerSilent: rank {}: all_reduce .*nothing was received from rank 2 for 0.3 s, "
     for rank in (0, 1, 3, 4):
         assert re.match(f"({told})|({found})".format(rank, rank), said[rank][0]), said[rank]
         assert said[rank][1] == 2
@@ -282,11 +282,11 @@ def test_whoever_is_told_of_an_error_is_told_its_cause(why: str) -> None:
 
     said = local_world(3, work)
     patterns = {
-        "cancelled": ("Closed: rank 0: .*was cancelled", "rank 0 gave it up because rank 0 cancelled it"),
+        "cancelled": ("Closed: rank 0: .*was cancelled", "rank 0 aborted it because rank 0 cancelled it"),
         "left": ("rank 1 closed its transport", "rank 1 closed its transport"),
         "late": (
             r"Timed out after 0\.4 s, waiting for rank 1",
-            "PeerFailed: .*rank 0 gave it up because it timed out, waiting for rank 1",
+            "PeerFailed: .*rank 0 aborted it because it timed out, waiting for rank 1",
         ),
     }[why]
     assert re.search(patterns[0], said[0]), said

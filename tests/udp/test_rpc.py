@@ -1,4 +1,4 @@
-"""Talks of newcomers with a rank: the key, versions, strangers, and forked processes."""
+"""RPC between a join client and a rank: the key, versions, malformed input, and forked processes."""
 
 import contextlib
 import gc
@@ -40,7 +40,7 @@ def asked(listener: RpcServer, key: bytes | None = None, version: str = VERSION)
 
 
 def rejected(listener: RpcServer, talks: int) -> bool:
-    """Whether so many talks come to nothing: the newcomer may know it before they are counted."""
+    """Whether so many requests are rejected: the client may know it before they are counted."""
     end = time.monotonic() + 5.0
     while listener.rejected < talks and time.monotonic() < end:
         time.sleep(0.01)

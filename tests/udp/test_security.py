@@ -74,7 +74,7 @@ def test_who_sees_nothing_and_sends_anything_changes_nothing_and_is_counted(opti
     with TappedNetwork(2) as wire:
 
         def forged(datagram: Datagram) -> bytes:
-            # The attacker knows the protocol and who talks with whom, but neither half of the cookie.
+            # The attacker knows the protocol and the links, but neither half of the cookie.
             header = bytearray(datagram.data[:HEADER_BYTES])
             for _ in range(2):
                 header[8:12] = draw.randbytes(4)
@@ -137,7 +137,7 @@ def test_who_sees_packets_cannot_change_a_bit_of_them_where_there_is_a_key() -> 
 
 
 def test_no_datagram_is_sealed_like_another() -> None:
-    """Equal bytes to several ranks, at several times: a key and a number that came twice would show here."""
+    """Equal bytes to several ranks, at several times: a key and packet number that repeat would show here."""
     with TappedNetwork(3) as wire:
 
         def work(transport: UdpTransport) -> None:
@@ -314,27 +314,27 @@ def of_another(key: str, value: bytes) -> bytes | None:
 of_another.card = b""  # type: ignore[attr-defined]
 
 LIES: dict[str, tuple[Tamper, str]] = {
-    "another own card": (on_card(OWN, nonce="0" * 32), "rank 1: the store shows another card than this process"),
-    "another own address": (on_card(OWN, port=7), "rank 1: the store shows another card than this process"),
-    "another own key": (on_card(OWN, fingerprint="0"), "rank 1: the store shows another card than this process"),
-    "no own card": (instead(OWN, None), "rank 1 of 3 has not come within 2 s"),
-    "card of another": (of_another, "the store shows the same card for ranks 0 and 2"),
-    "missing card": (instead(PEER, None), "rank 0 of 3 has not come within 2 s"),
-    "garbage": (instead(PEER, b"\xff\x00"), "something else than the card of rank 0 at storm/card/0"),
-    "half a card": (lambda key, value: value[:40] if key == PEER else value, "something else than the card of rank 0"),
-    "giant card": (instead(PEER, GIANT), "something else than the card of rank 0"),
+    "another own card": (on_card(OWN, nonce="0" * 32), "rank 1: the store has another card than this process"),
+    "another own address": (on_card(OWN, port=7), "rank 1: the store has another card than this process"),
+    "another own key": (on_card(OWN, fingerprint="0"), "rank 1: the store has another card than this process"),
+    "no own card": (instead(OWN, None), "rank 1 of 3 has not joined within 2 s"),
+    "card of another": (of_another, "the store has the same card for ranks 0 and 2"),
+    "missing card": (instead(PEER, None), "rank 0 of 3 has not joined within 2 s"),
+    "garbage": (instead(PEER, b"\xff\x00"), "no valid card of rank 0 at storm/card/0"),
+    "half a card": (lambda key, value: value[:40] if key == PEER else value, "no valid card of rank 0"),
+    "giant card": (instead(PEER, GIANT), "no valid card of rank 0"),
     "giant number": (on_card(PEER, receive_buffer=10**30), "a size is out of range"),
     "negative size": (on_card(PEER, datagram_bytes=-1), "a size is out of range"),
     "giant port": (on_card(PEER, port=1 << 20), "out of range"),
-    "name for an address": (on_card(PEER, host="evil.example"), "something else than the card of rank 0"),
+    "name for an address": (on_card(PEER, host="evil.example"), "no valid card of rank 0"),
     "nonce of another length": (on_card(PEER, nonce="0" * 31), "nonce is"),
     "later process": (on_card(PEER, incarnation=3), "the card of process 3"),
-    "keys that differ": (on_card(PEER, fingerprint="0"), "the store shows entries of another job"),
-    "another cookie": (instead("storm/cookie", b"0" * 16), "the store shows entries of another job"),
-    "giant cookie": (instead("storm/cookie", GIANT), "something else than a cookie at storm/cookie"),
-    "no cookie": (instead("storm/cookie", None), "rank 0 of 3 has not come within 2 s"),
-    "giant start": (instead("storm/start", GIANT), "something else than rank 0 writes at storm/start"),
-    "nonsense start": (instead("storm/start", b"[1]"), "something else than rank 0 writes at storm/start"),
+    "keys that differ": (on_card(PEER, fingerprint="0"), "the store has entries of another job"),
+    "another cookie": (instead("storm/cookie", b"0" * 16), "the store has entries of another job"),
+    "giant cookie": (instead("storm/cookie", GIANT), "no valid cookie at storm/cookie"),
+    "no cookie": (instead("storm/cookie", None), "rank 0 of 3 has not joined within 2 s"),
+    "giant start": (instead("storm/start", GIANT), "no valid start entry of rank 0 at storm/start"),
+    "nonsense start": (instead("storm/start", b"[1]"), "no valid start entry of rank 0 at storm/start"),
     "no start": (instead("storm/start", None), "an older version"),
     "another version": (instead("storm/start", b'{"world": 3, "version": "9"}'), "install the same version"),
 }
@@ -395,7 +395,7 @@ def test_own_nonce_is_never_taken_from_the_store(monkeypatch: pytest.MonkeyPatch
 
 @BOTH
 def test_datagrams_of_an_earlier_process_do_not_count_for_a_later_one(options: Options) -> None:
-    """The store shows the same process under a higher number, so that packet numbers and window begin anew."""
+    """The store shows the same process under a higher number, so that packet numbers and window restart."""
     store = HashStore()
     with TappedNetwork(2) as wire:
 
@@ -431,7 +431,7 @@ def test_a_wrong_number_of_returned_processes_is_an_error_or_nobody(shown: bytes
         try:
             card = cards.newest_card(transport.store, "storm", 1, 0)
         except ValueError as error:
-            assert "something else than a number at storm/incarnations/1" in str(error)
+            assert "no valid number at storm/incarnations/1" in str(error)
             return "error"
         assert card is None and time.monotonic() - began < 5.0
         return "nobody"
@@ -444,13 +444,13 @@ def test_a_wrong_number_of_returned_processes_is_an_error_or_nobody(shown: bytes
 
 
 def talk(address: tuple[str, int], said: bytes) -> tuple[dict[str, Any], bytes]:
-    """The greeting of a reception, and what it answers to some bytes."""
+    """The handshake of an admission port, and its answer to some bytes."""
     with socket.create_connection(address, timeout=10.0) as connection:
         head = connection.recv(5, socket.MSG_WAITALL)
         _, length = struct.unpack("!BI", head)
         greeting = json.loads(connection.recv(length, socket.MSG_WAITALL))
         rest = b""
-        with contextlib.suppress(OSError):  # whoever says nonsense is hung up on
+        with contextlib.suppress(OSError):  # malformed input closes the connection
             connection.sendall(said)
             connection.shutdown(socket.SHUT_WR)
             while piece := connection.recv(1 << 16):
@@ -492,7 +492,7 @@ def test_who_reaches_the_tcp_port_learns_about_the_job_only_without_a_key(option
 @pytest.mark.thorough
 @BOTH
 def test_who_stands_between_a_newcomer_and_a_rank_changes_what_they_say_only_without_a_key(options: Options) -> None:
-    """Whoever reaches the store can have a process that returns talk to any address."""
+    """Any process that reaches the store can make a rejoining process connect to any address."""
     draw = random.Random(10)
 
     def work(transport: UdpTransport) -> list[Any]:
@@ -505,7 +505,7 @@ def test_who_stands_between_a_newcomer_and_a_rank_changes_what_they_say_only_wit
                     found.append(rpc.request(address, question, key=options.key, version=version("stormtorch")))
                 except (MalformedMessage, NotAdmitted, OSError) as error:
                     found.append(error)
-            # What was recorded is no answer to another greeting.
+            # A recorded response is not valid for another handshake.
             found.append(talk((card.host, card.reception), b"".join(heard))[1])
         return found
 
@@ -523,7 +523,7 @@ def test_who_stands_between_a_newcomer_and_a_rank_changes_what_they_say_only_wit
 def between(address: tuple[str, int], *, altered: int, draw: random.Random) -> Iterator[tuple[Any, list[bytes]]]:
     """Listens in the place of a rank, passes on what is said, and alters the question (0) or the answer (1).
 
-    Yields where it listens, and what it has heard of the newcomer.
+    Yields its address, and what it has received from the join client.
     """
     heard: list[bytes] = []
 
@@ -606,5 +606,5 @@ def test_who_relays_packets_faster_than_the_wire_gets_no_datagrams(options: Opti
             lane[peer][:2] for lane in after for peer in (0, 1)
         ]
         assert reroutes == 0
-    # Pings, to find out whether somebody is there, and answers to the pings that were relayed: no data.
+    # Pings, to validate the address, and answers to the pings that were relayed: no data.
     assert {each[0] & 15 for each in got} <= {2, 7}

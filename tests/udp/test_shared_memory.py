@@ -1,4 +1,4 @@
-"""Ranks of one machine share memory: they find each other, and get the same bits as by datagram."""
+"""Shared-memory channels between ranks of one machine: their setup, and the same bits as by datagram."""
 
 import contextlib
 import json
@@ -222,7 +222,7 @@ def test_strangers_at_the_socket_get_nothing() -> None:
 
 
 def test_a_process_of_another_user_that_takes_the_name_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The other side of each connection is this process, so pretend that it is somebody else.
+    # The other side of each connection is this process, so pretend that it is another user's.
     monkeypatch.setattr("stormtorch.udp.shared_memory._user", lambda _: os.getuid() + 1)
 
     def work(transport: UdpTransport) -> list[int]:

@@ -1,4 +1,4 @@
-"""Merging: series in bounded memory, processes that return, records that are hostile, snapshots that are plain."""
+"""Merging of records: bounded time series, restarted processes, hostile records, snapshots as plain data."""
 
 import json
 import math
@@ -101,7 +101,7 @@ def test_what_all_ranks_tell_of_a_view_is_one_note() -> None:
 def test_ranks_are_named_in_short() -> None:
     assert named([0, 1, 2, 3, 7, 9, 10]) == "ranks 0 to 3, 7, 9, 10"
     assert named([5]) == "rank 5"
-    assert named([]) == "nobody"
+    assert named([]) == "no rank"
 
 
 NONSENSE: list[object] = [

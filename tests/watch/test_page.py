@@ -1,4 +1,4 @@
-"""The page in a real browser: what one sees, by eye, by keyboard and by screen reader, and what hostile records do."""
+"""The page in a real browser: display, keyboard, screen reader, and hostile records."""
 
 import importlib
 import importlib.util
@@ -76,7 +76,7 @@ def run(tmp_path: Path, browser: Any) -> Iterator[Run]:
 
 
 def write(folder: Path, records: dict[int, list[Record]], now: float) -> None:
-    """Writes records to the folder of a run, as if the last of them came now."""
+    """Writes records to the folder of a run, dated as if the last of them arrived now."""
     last = max(record["time"] for mine in records.values() for record in mine)
     for rank, mine in records.items():
         lines = [line_of({**record, "time": record["time"] + now - last}) + "\n" for record in mine]
@@ -89,7 +89,7 @@ def now(page: Any) -> float:
 
 def test_the_page_shows_a_job_that_begins_goes_bad_and_is_hostile(run: Run) -> None:
     page = run.open()
-    assert page.inner_text("#sentence") == "No rank has told anything yet."
+    assert page.inner_text("#sentence") == "No rank has reported yet."
     write(run.folder, make_records(4, loss=lambda s, r: 0.3 if (s, r) == (2, 1) else 0.001, train_loss=2.0), now(page))
     page.wait_for_selector("#verdict[data-level='bad']")
     assert page.inner_text("#sentence") == "The link 2 -> 1 loses 30 %, the others 0.1 %."

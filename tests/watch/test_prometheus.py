@@ -1,4 +1,4 @@
-"""Metrics: what records become for Prometheus, and the dashboard that asks for them."""
+"""Prometheus metrics made of records, and the dashboard that queries them."""
 
 import json
 import re

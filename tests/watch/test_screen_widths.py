@@ -1,4 +1,4 @@
-"""The screen of `stormtorch watch` on narrow terminals: bars become shorter, then columns go, and no cell is cut."""
+"""The screen of `stormtorch watch` on narrow terminals: shorter bars, then fewer columns; no truncated cell."""
 
 import pytest
 from rich.console import Console

@@ -1,4 +1,4 @@
-"""The page's server: who gets in, what a stranger and a hostile page get, and what the page gets."""
+"""The page's server: access control against strangers and hostile pages, and the responses that the page gets."""
 
 import contextlib
 import http.client
@@ -67,7 +67,7 @@ def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_see(page
     assert "httponly" in cookie.lower()
     assert "samesite=lax" in cookie.lower()  # a link in a page of another site must open the page
     status, headers, _ = page.let_in(f"/?token={page.guard.token}")
-    assert (status, headers["location"]) == (303, "/"), "the token stays in the address line"
+    assert (status, headers["location"]) == (303, "/"), "the token must not stay in the address"
     status, _, text = page.let_in("/")
     assert status == 200
     assert "<title>stormtorch watch</title>" in text
@@ -134,7 +134,7 @@ def test_idle_connections_keep_nobody_out_and_are_closed(page: Page, monkeypatch
         idle = [opened.enter_context(socket.create_connection(("127.0.0.1", page.port), 10)) for _ in range(150)]
         for each in idle[::2]:
             with contextlib.suppress(ConnectionError):  # the oldest are closed already
-                each.send(b"GET /data HTTP/1.1\r\nHost: 127.0.0.1\r\n")  # the rest of it never comes
+                each.send(b"GET /data HTTP/1.1\r\nHost: 127.0.0.1\r\n")  # the rest of the request never arrives
         assert page.let_in("/data")[0] == 200
         for each in idle:
             with contextlib.suppress(ConnectionResetError):

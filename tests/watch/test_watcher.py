@@ -1,4 +1,4 @@
-"""A job that is read again and again: who is silent by the watcher's clock, whatever the clocks of ranks say."""
+"""The watcher: polling, and silence by the watcher's clock, independent of the clocks of ranks."""
 
 import os
 import time
@@ -47,7 +47,7 @@ def test_a_rank_that_stopped_is_silent_also_if_its_clock_is_ahead(tmp_path: Path
     watcher = Watcher(FolderSource(tmp_path))
     watcher.read()
     assert states(watcher) == ["running", "running", "silent"]
-    assert watcher.snapshot()["verdict"][0]["text"].startswith("Host c (rank 2) has told nothing for 4")
+    assert watcher.snapshot()["verdict"][0]["text"].startswith("Host c (rank 2) has not reported for 4")
 
 
 def test_a_run_that_was_copied_is_as_old_as_its_records(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_rank_left_out_of_a_view_comes_back_by_what_it_tells_and_not_by_its_cl
     write(tmp_path, records, {2: 120.0})
     watcher = Watcher(FolderSource(tmp_path))
     watcher.read()
-    assert states(watcher) == ["running"] * 3, "it has told something for 15 s since the view without it"
+    assert states(watcher) == ["running"] * 3, "it has reported for 15 s since the view without it"
 
 
 @pytest.mark.parametrize("odd", [1.0, 3.9e9])
@@ -116,4 +116,4 @@ def test_a_time_that_cannot_be_is_left_out_and_said_so_once(tmp_path: Path, odd:
     assert found["series"]["width_s"] == 1.0
     assert states(watcher) == ["running"] * 2
     said = [each["text"] for each in found["notes"] if "clock" in each["text"]]
-    assert said == ["Rank 1 has a clock that cannot be right: such records are left out"]
+    assert said == ["Rank 1 has an implausible clock: records with such times are skipped"]

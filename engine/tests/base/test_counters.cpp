@@ -1,4 +1,4 @@
-// Lists of counters, by which they are added up and shown.
+// Lists of counters, used to sum and show them.
 #include "base/counters.hpp"
 #include "check.hpp"
 

@@ -1,3 +1,4 @@
+// Timers: the tournament tree gives the same answers as a scan.
 #include <random>
 #include <vector>
 
@@ -26,10 +27,10 @@ TEST(timers_answer_as_a_scan_does_whatever_happens) {
         for (int step = 0; step < 2000; ++step) {
             const auto owner = static_cast<Timers::Owner>(random() % truth.size());
             switch (random() % 6) {
-                case 0:  // a timer moves on, and nobody says so
+                case 0:  // a timer moves later, without a call
                     if (truth[owner] != never) truth[owner] += static_cast<Nanos>(random() % 1000);
                     break;
-                case 1:  // a timer is no longer needed, and nobody says so
+                case 1:  // a timer is no longer needed, without a call
                     truth[owner] = never;
                     break;
                 case 2:  // one becomes earlier

@@ -1,4 +1,5 @@
-// Parity of messages: the shape of blocks, what a sender repairs and what it leaves to parity, what a receiver gives back.
+// Forward error correction of messages: the shape of blocks, what a sender retransmits and what it leaves to parity,
+// what a receiver restores.
 #include <map>
 #include <random>
 #include <set>
@@ -78,7 +79,7 @@ TEST(sender_repairs_nothing_that_parity_makes_up_for_and_tops_up_what_it_does_no
     const auto parity = message.send_all(encoding, 3);
     CHECK_EQUAL(parity.size(), 3U);
     for (std::uint32_t chunk = 0; chunk < 16; ++chunk) encoding.on_acked(chunk);
-    // Three losses: the parity under way may suffice.
+    // Three losses: the parity in flight may suffice.
     for (std::uint32_t chunk = 16; chunk < 19; ++chunk) CHECK(encoding.on_lost(chunk).empty());
     // The fourth is one too many.
     const auto again = encoding.on_lost(19);
@@ -90,7 +91,7 @@ TEST(sender_repairs_nothing_that_parity_makes_up_for_and_tops_up_what_it_does_no
     CHECK_EQUAL(encoding.presumed(), 3U);
     const Encoding::BlockCounts news = encoding.take_block_counts();
     CHECK(news.saved == 1 && news.topped_up == 1);
-    // Where the receiver waits nevertheless, the three go out after all.
+    // If the receiver waits nevertheless, the three are retransmitted after all.
     CHECK_EQUAL(encoding.stop().size(), 3U);
     CHECK(!encoding.relied_upon() && encoding.due() == 0);
 }
@@ -223,12 +224,12 @@ TEST(receiver_refuses_parity_that_belongs_nowhere_and_parity_for_which_it_has_no
         CHECK(takes(~0U, payload) == Decoding::Taken::malformed);
         CHECK_EQUAL(coding_memory.used(1), 0U);
         for (std::uint32_t index = 0; index < 150; ++index) {
-            // A flood stops at what a block can use, or at the room.
+            // A flood stops at what a block can use, or at the memory limit.
             const auto how = takes(ParityName{0, index % 3, index / 3}.pack(), payload);
             CHECK(how == Decoding::Taken::yes);
         }
         CHECK(takes(ParityName{0, 0, 60}.pack(), payload) == Decoding::Taken::no_space);
-        CHECK(takes(ParityName{0, 0, 3}.pack(), payload) == Decoding::Taken::yes);  // it is there already
+        CHECK(takes(ParityName{0, 0, 3}.pack(), payload) == Decoding::Taken::yes);  // it was received already
     }
     CHECK_EQUAL(coding_memory.used(1), 0U);
     // Copies of a whole block are kept, or none: then its parity is refused.
@@ -247,7 +248,7 @@ TEST(model_codes_the_ends_of_messages_on_long_lossy_links_and_nothing_else) {
     const CodedLink far{.loss = 0.1, .burst = 1.1, .round_trip_s = 0.04, .chunk_s = 1.2e-4};
     CHECK(parity_that_pays(far, {.chunks = 256, .blocks = 2}) > 12);  // more than the mean loss
     CHECK_EQUAL(parity_that_pays(far, {.chunks = 512, .blocks = 4, .after = 20000}),
-                0U);  // repairs of these are hidden by what follows
+                0U);  // retransmissions of these are hidden by what follows
     CodedLink clean = far, near = far, bursty = far, thin = far;
     clean.loss = 0.0;
     near.round_trip_s = 1e-4;

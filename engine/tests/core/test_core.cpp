@@ -1,4 +1,4 @@
-// Whole cores under virtual time: exchanges that must be exact, whatever the network does.
+// Core under virtual time: exact exchanges stay exact under loss, reordering, duplication and corruption.
 #include <array>
 #include <map>
 #include <numeric>
@@ -172,7 +172,7 @@ TEST(late_chunk_of_the_first_stage_holds_back_no_other_chunk_of_the_second) {
     net.tap = [&](Datagram& d) {
         if (d.header.kind != Kind::data) return true;
         if ((d.header.flags & flag_second_stage) != 0 && net.now() < lit_at) ++passed_on[d.source];
-        // One contribution to one chunk of each shard comes late.
+        // One contribution to one chunk of each shard arrives late.
         return (d.header.flags & flag_second_stage) != 0 || d.header.chunk != 5 || d.source != (d.target + 1) % 4 ||
                net.now() > lit_at;
     };
@@ -192,7 +192,7 @@ TEST(ranks_begin_every_exchange_with_the_one_after_them_so_that_nobody_is_sent_t
     Tapped net(core_config(world));
     Watch watch(net, world);
     AllToAll job(world, 5, [](auto, auto) { return std::size_t{1000}; });
-    std::map<std::uint16_t, std::uint16_t> data, byes;  // whom each rank sends the first of a kind
+    std::map<std::uint16_t, std::uint16_t> data, byes;  // by rank: the target of its first datagram of that kind
     bool repaired = false;
     net.tap = [&](Datagram& d) {
         if (d.header.kind == Kind::data) {
@@ -235,7 +235,7 @@ TEST(everything_sent_twice_is_taken_once) {
         received += net.core(rank).counters().datagrams_received;
         duplicates += net.core(rank).counters().duplicates;
         for (const std::uint16_t count : watch.outcome(rank, ids[rank])->counts) CHECK_EQUAL(count, 3U);
-        // Contributions are added as they come, not in rank order, so sums are equal only within rounding.
+        // Contributions are added as they arrive, not in rank order, so sums are equal only within rounding.
         const std::vector<float> sum = job.expected();
         for (std::size_t e = 0; e < sum.size(); ++e) CHECK(std::abs(job.out[rank][e] - sum[e]) <= 1e-6F * 1e7F);
     }
@@ -247,7 +247,7 @@ TEST(chunk_that_was_repaired_needlessly_is_not_added_twice) {
     Tapped net(core_config(2));
     Watch watch(net, 2);
     AllReduce job(2, 2'000, 5);
-    // Reports from rank 1 are lost for a while: rank 0 sends again what had arrived long ago, under new numbers.
+    // Reports from rank 1 are lost for a while: rank 0 retransmits what arrived long ago, under new packet numbers.
     net.tap = [&](Datagram& d) {
         return d.header.kind != Kind::report || d.source != 1 || net.now() > second + 300 * millisecond;
     };
@@ -367,7 +367,7 @@ TEST(a_datagram_that_waits_to_be_read_is_not_counted_as_slow) {
     sender.post(sends, second);
     receiver.post(receives, second);
 
-    // Hands on what `from` sends at `now`; it is read at `read_at`, but was there at `arrived_at`.
+    // Delivers what `from` sends at `now`: it arrived at `arrived_at` and is read at `read_at`.
     const auto carry = [](Core& from, Core& to, Nanos now, Nanos read_at, Nanos arrived_at) {
         Batch batch;
         while (from.transmit(batch, now)) {
@@ -401,7 +401,7 @@ TEST(what_waited_for_a_full_socket_leaves_when_it_has_room_again) {
     Batch batch;
     CHECK(!sender.transmit(batch, second));
     sender.hold(0, false);
-    // Nothing else has happened that would have the core look at this peer again.
+    // Nothing else has happened that would make the core look at this peer again.
     bool data = false;
     while (sender.transmit(batch, second)) {
         data = data || batch.pinned().has_value();

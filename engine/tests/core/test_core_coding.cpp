@@ -1,4 +1,4 @@
-// Exchanges whose messages carry parity: exact ones stay exact, lossy ones lose less, and clean links carry none.
+// Forward error correction in Core: exact exchanges stay exact, lossy ones lose less, clean links carry no parity.
 #include "jobs.hpp"
 #include "sim/sim.hpp"
 #include "wire/seal.hpp"
@@ -94,7 +94,7 @@ TEST(all_reduce_in_place_is_coded_and_exact_although_results_overwrite_what_was_
             config.faults.default_link.duplicate = 0.02;
             config.faults.default_link.reorder = 0.05;
             config.delay = 8 * millisecond;
-            config.bytes_per_s = 12.5e6;  // results come back long before the last chunks of a stretch leave
+            config.bytes_per_s = 12.5e6;  // results arrive long before the last chunks of a stretch are sent
             config.core.secrets.sealed = sealed;
             config.core.secrets.links.resize(3);
             Sim sim(config);
@@ -122,7 +122,7 @@ TEST(all_reduce_in_place_is_coded_and_exact_although_results_overwrite_what_was_
 }
 
 TEST(coded_exchanges_end_although_long_bursts_take_reports_of_what_arrived) {
-    // A sender that missed reports counts on parity for chunks that the receiver has, so that nothing is ever decoded.
+    // A sender that missed reports relies on parity for chunks that the receiver has, so nothing is ever decoded.
     SimConfig config = links(4, 0.1, 64.0, 1);
     config.core.rate_mode = RateMode::automatic;
     config.delay = 100 * microsecond;
@@ -149,7 +149,7 @@ TEST(lossy_all_reduce_in_place_adds_up_nothing_but_what_was_sent) {
     Sim sim(config);
     Watch watch(sim, 3);
     AllReduce job(3, 700'003, 5);
-    // All ranks send the same, so that sums do not depend on which contributions came.
+    // All ranks send the same, so that sums do not depend on which contributions arrived.
     for (std::size_t e = 0; e < job.in[0].size(); ++e)
         job.in[0][e] = job.in[1][e] = job.in[2][e] = static_cast<float>(1 + e % 1000);
     job.reduce_in_place();
@@ -280,7 +280,7 @@ TEST(receiver_without_room_for_parity_gets_everything_by_repair) {
     CHECK(sim.core(0).counters().repaired > 0);
 }
 
-// A rank that does not know of an exchange looks at first chunks to learn of it (Core::peek).
+// A rank that has not posted an exchange learns of it from pooled first chunks (Core::peek).
 TEST(first_chunk_of_a_coded_message_comes_even_if_nobody_has_posted_its_exchange) {
     for (std::uint64_t seed = 1; seed <= 40; ++seed) {
         Sim sim(links(2, 0.4, 1.0, seed));

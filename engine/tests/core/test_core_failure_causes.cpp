@@ -1,4 +1,4 @@
-// Whose fault it was: whoever hears of an error from another rank names the rank that caused it, not the messenger.
+// Failure causes in Core: a rank that learns of an error from another names the rank that caused it.
 #include "jobs.hpp"
 #include "tapped.hpp"
 
@@ -17,7 +17,7 @@ CoreConfig core_config(std::uint16_t world) {
     return config;
 }
 
-// Rank 1 dies when `dead` is set: nothing of it or to it arrives any more.
+// Rank 1 dies when `dead` is set: nothing from it or to it arrives any more.
 struct Mortal {
     explicit Mortal(std::uint16_t world) : net(core_config(world)), watch(net, world) {
         net.tap = [this](Datagram& d) { return alive(d); };
@@ -78,7 +78,7 @@ TEST(every_survivor_blames_the_dead_rank_whoever_noticed_first) {
             std::vector<std::uint64_t> ids;
             int told = 0;
             for (std::uint16_t rank = 0; rank < world; ++rank) {
-                // They begin at different times, so that one is told by another.
+                // They start at different times, so that one is notified by another.
                 ids.push_back(
                     job.net.post(rank, reducing ? reduced.spec(rank, 0, Reduce::in_order) : plain.spec(rank, 0)));
                 if (rank == 1) job.dead = true;
@@ -91,7 +91,7 @@ TEST(every_survivor_blames_the_dead_rank_whoever_noticed_first) {
                 check_blame(outcome, 1, Status::peer_silent);
                 told += outcome.status == Status::peer_failed ? 1 : 0;
             }
-            // Nobody waits until the dead rank has heard a goodbye.
+            // No rank waits for the dead rank to acknowledge a goodbye.
             for (std::uint16_t rank = 0; rank < world; ++rank) {
                 if (rank != 1) job.net.leave(rank);
             }
@@ -105,7 +105,7 @@ TEST(every_survivor_blames_the_dead_rank_whoever_noticed_first) {
 }
 
 TEST(blame_goes_down_a_chain_of_ranks_that_only_know_their_neighbours) {
-    // 2 passes on to 3 what it gets from 1, which is dead; 3 has something for 4, which comes when all is over.
+    // Rank 2 forwards to 3 what it receives from 1, which is dead. Rank 3 sends to 4, which posts when all is over.
     Mortal job(5);
     job.dead = true;
     Buffer passed(20'000), got(20'000), last(1'000'000);
@@ -135,8 +135,8 @@ TEST(blame_goes_down_a_chain_of_ranks_that_only_know_their_neighbours) {
 }
 
 TEST(goodbye_after_an_error_says_whose_fault_it_was) {
-    // Rank 2 waits for rank 0 in another exchange than the one that rank 1's death ended there, so it hears no `failed`. The
-    // same where that was lost, or is overtaken by the goodbye.
+    // Rank 2 waits for rank 0 in another exchange than the one that rank 1's death ended there, so it receives no
+    // `failed`. The same holds if the `failed` was lost or overtaken by the goodbye.
     for (const bool same_exchange : {false, true}) {
         Mortal job(3);
         job.net.tap = [&](Datagram& d) { return job.alive(d) && d.header.kind != Kind::failed; };
@@ -153,7 +153,7 @@ TEST(goodbye_after_an_error_says_whose_fault_it_was) {
         CHECK(outcome.status == Status::peer_left);
         CHECK_EQUAL(outcome.peer, 0U);
         check_blame(outcome, 1, Status::peer_silent);
-        // Exchanges that are posted later know the culprit, too.
+        // Exchanges that are posted later name the culprit too.
         check_blame(job.watch.wait(2, job.net.post(2, later.from(0)), millisecond), 1, Status::peer_silent);
     }
 }
@@ -181,7 +181,7 @@ TEST(goodbye_says_nothing_of_errors_that_have_healed_or_were_wished_for) {
 TEST(goodbye_still_names_the_dead_after_what_had_begun_before_it_ends_well) {
     Mortal job(3);
     OneMessage missed(7), early(8), waiting(9);
-    // Rank 1's part of an exchange has come; then it dies, and another exchange fails for it.
+    // Rank 1's part of an exchange has arrived. Then it dies, and another exchange fails because of it.
     job.net.post(1, early.to(0));
     CHECK(job.watch.wait(0, job.net.post(0, early.from(1))).status == Status::ok);
     ExchangeSpec begun = exchange_on(10, 0);
@@ -237,7 +237,7 @@ TEST(blame_survives_loss_and_is_told_to_late_askers) {
     CHECK(lost > 3);
     CHECK(outcome.status == Status::peer_failed);
     check_blame(outcome, 1, Status::peer_silent);
-    // Long after, too: rank 2's own memory of it answers rank 0's peers.
+    // Also long after: rank 2 answers rank 0's peers from its own memory.
     const std::uint64_t id1 = [&] {
         job.net.run(5 * second);
         job.dead = false;
@@ -247,7 +247,7 @@ TEST(blame_survives_loss_and_is_told_to_late_askers) {
 }
 
 TEST(ranks_that_blame_each_other_end_with_the_first_blame) {
-    // Ranks 0 and 2 cannot hear each other; rank 1 hears both. Rank 0 notices first.
+    // Ranks 0 and 2 cannot reach each other; rank 1 reaches both. Rank 0 notices first.
     Mortal job(3);
     AllReduce exchange(3, 30'000, 1);
     job.net.tap = [](Datagram& d) { return d.source + d.target != 2 || d.source == d.target; };
@@ -259,7 +259,7 @@ TEST(ranks_that_blame_each_other_end_with_the_first_blame) {
     CHECK(job.watch.wait(0, ids[0], 2 * second).status == Status::peer_silent);
     check_blame(job.watch.wait(0, ids[0]), 2, Status::peer_silent);
     check_blame(job.watch.wait(1, ids[1], 10 * millisecond), 2, Status::peer_silent);
-    // Rank 2 hears from rank 1 that it is itself to blame, before it could blame rank 0.
+    // Rank 1 notifies rank 2 that rank 2 itself is the cause, before rank 2 could name rank 0.
     const Outcome& blamed = job.watch.wait(2, ids[2], 10 * millisecond);
     CHECK_EQUAL(blamed.peer, 1U);
     check_blame(blamed, 2, Status::peer_silent);
@@ -290,7 +290,7 @@ TEST(blame_of_other_causes_names_who_began) {
 }
 
 TEST(timeout_names_the_rank_that_holds_up_the_others) {
-    // Rank 1 is dead, or lives but never comes; both others also miss what comes second from one another.
+    // Rank 1 is dead, or alive but never posts. Both others also miss the second stage of each other.
     for (const bool dead : {true, false}) {
         for (const std::uint16_t rank : {std::uint16_t{0}, std::uint16_t{2}}) {
             Mortal job(3);
@@ -308,7 +308,7 @@ TEST(timeout_names_the_rank_that_holds_up_the_others) {
 }
 
 TEST(timeout_names_the_dead_among_those_that_contribute) {
-    // Rank 0 is first in the order of everything but only slow; it is heard of, rank 1 is not.
+    // Rank 0 comes first in every order, but is only slow: datagrams arrive from it, and none from rank 1.
     Mortal job(3);
     job.dead = true;
     AllToAll exchange = small_job(3);

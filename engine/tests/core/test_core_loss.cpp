@@ -1,4 +1,5 @@
-// Lossy exchanges: what a budget gives up, what a deadline cuts off, and ends that are heard although datagrams are lost.
+// Lossy exchanges (partial reliability) in Core: what a budget skips, what a deadline cuts off, and ends that arrive
+// although datagrams are lost.
 #include "jobs.hpp"
 #include "sim/sim.hpp"
 #include "tapped.hpp"
@@ -27,7 +28,7 @@ bool arrived(const Arrival& arrival, std::size_t chunk) { return (arrival.mask[c
 
 constexpr auto old_value = std::byte{0x55};
 
-// The mask tells exactly which chunks hold new bytes; all others are unchanged.
+// The mask is exact: chunks in it hold new bytes, all others are unchanged.
 void check_mask(const Arrival& arrival, const Buffer& got, const Buffer& sent, std::size_t chunk_bytes) {
     std::uint32_t count = 0;
     std::uint64_t missing = 0;
@@ -89,7 +90,7 @@ TEST(message_ends_with_no_more_missing_than_its_budget_and_the_mask_tells_what) 
                            sim.core(rank).chunk_bytes());
             }
         }
-        // What the network loses is 20 %: a smaller budget is used up before anything is repaired, a larger never repairs.
+        // The network loses 20 %: a smaller budget is used up before any retransmission, a larger one never.
         CHECK_EQUAL(repaired > 0, budget < 0.2);
         CHECK(std::abs(missing - std::min(budget, 0.2)) < 0.03);
     }
@@ -101,7 +102,7 @@ TEST(budget_of_one_never_sends_anything_again_and_does_not_wait_for_answers) {
     Transfer job(100 * 1440);
     net.tap = [](Datagram& d) { return d.header.kind != Kind::data || d.header.chunk % 3 != 0; };
     const std::uint64_t sender = net.post(0, job.send(0, {.budget = 1.0}));
-    CHECK(watch.outcome(0, sender) != nullptr);  // gone is gone: nothing is left to wait for
+    CHECK(watch.outcome(0, sender) != nullptr);  // what is lost stays lost: nothing is left to wait for
     const std::uint64_t receiver = net.post(1, job.receive(0, {.budget = 1.0}));
     const Outcome& outcome = watch.wait(1, receiver, 100 * millisecond);
     CHECK_EQUAL(outcome.arrivals[0].arrived, 66U);
@@ -224,7 +225,7 @@ TEST(end_that_is_lost_is_told_again) {
             const std::uint64_t sender = net.post(0, job.send(0, {.budget = budget}));
             const Outcome& outcome = watch.wait(1, receiver, second);
             CHECK_EQUAL(outcome.arrivals[0].arrived, 29U);
-            // A probe repairs it before the receiver has to ask.
+            // A probe repairs it before the receiver sends `ready` again.
             CHECK(outcome.ended < second + 60 * millisecond);
             CHECK(watch.wait(0, sender).status == Status::ok);
             CHECK(dropped > lost);
@@ -248,10 +249,10 @@ TEST(ready_that_is_lost_is_told_again_and_the_rest_follows) {
         const std::uint64_t receiver = net.post(1, job.receive(0, {}));
         const Outcome& outcome = watch.wait(1, receiver, 2 * second);
         CHECK(outcome.status == Status::ok);
-        if (lost <= 1) CHECK(outcome.ended - outcome.started < 60 * millisecond);  // not only when it asks
+        if (lost <= 1) CHECK(outcome.ended - outcome.started < 60 * millisecond);  // sooner than its next `ready`
         CHECK(watch.wait(0, sender).status == Status::ok);
         CHECK(job.got == job.sent);
-        // Only the eager bytes, with their headers, leave unasked.
+        // Only the eager bytes, with their headers, are sent before `ready`.
         CHECK(before_ready >= 256 << 10);
         CHECK(before_ready < (256 << 10) * 13 / 10);
     }
@@ -277,7 +278,7 @@ TEST(receiver_that_has_ended_tells_a_sender_that_goes_on) {
     Watch watch(net, 2);
     Transfer job(200 * 1440);
     net.tap = [](Datagram& d) { return d.header.kind != Kind::data || d.header.chunk % 2 == 0; };
-    // The receiver's deadline passes; the sender knows of none and would repair for ever.
+    // The receiver's deadline passes. The sender has none and would retransmit for ever.
     const std::uint64_t receiver = net.post(1, job.receive(0, {.deadline = 20 * millisecond}));
     const std::uint64_t sender = net.post(0, job.send(0, {}));
     CHECK_EQUAL(watch.wait(1, receiver).arrivals[0].arrived, 100U);

@@ -1,5 +1,6 @@
-// Paths that carry less than the job's datagrams, from the start or from the middle of an exchange on: every exchange still
-// ends with the right bytes. Where no useful size passes, the peer is named although it answers.
+// Path MTU and fragmentation in Core: on paths that carry less than the job's datagrams, from the start or from the
+// middle of an exchange on, every exchange still ends with the right bytes. Where no usable size arrives, the error
+// names the peer although it answers.
 #include "jobs.hpp"
 #include "tapped.hpp"
 
@@ -28,7 +29,7 @@ AllToAll job_of(std::uint16_t world, std::size_t bytes = 500'000) {
     return {world, 7, [=](auto, auto) { return bytes; }};
 }
 
-// From `since` on, datagrams of more than so many bytes vanish on their way to or from rank 1.
+// From `since` on, datagrams above this size are lost on the way to or from rank 1.
 auto narrow(std::size_t bytes, Nanos since = 0) {
     return [=](Datagram& datagram) {
         return datagram.at < since || datagram.bytes.size() <= bytes || (datagram.source != 1 && datagram.target != 1);
@@ -191,8 +192,8 @@ TEST(peers_that_had_nothing_to_send_for_long_are_not_taken_for_blocked) {
 }
 
 TEST(loss_does_not_narrow_a_path_that_carries_pieces) {
-    // A chunk in seven pieces hardly ever arrives here, so runs of lost chunks are long. They say nothing about the size of
-    // datagrams: only probes do, which are lost half the time, small ones and large ones alike.
+    // A chunk in seven pieces hardly ever arrives here, so runs of lost chunks are long. They say nothing about the
+    // size of datagrams: only probes do, which are lost half the time, small ones and large ones alike.
     for (const unsigned seed : {5U, 6U, 7U}) {
         Tapped net(core_config(2, 8972));
         std::mt19937 random(seed);
@@ -204,7 +205,7 @@ TEST(loss_does_not_narrow_a_path_that_carries_pieces) {
             net.run(20 * millisecond);
         }
         CHECK_EQUAL(net.core(0).path_bytes(1), 1444U);
-        CHECK_EQUAL(net.core(0).counters().path_changes, 1U);  // from 8972, and never again
+        CHECK_EQUAL(net.core(0).counters().path_changes, 1U);  // from 8972, and no further change
     }
 }
 
@@ -216,7 +217,7 @@ TEST(piece_that_waits_for_others_cannot_be_replayed_to_feign_life) {
     Buffer piece;
     net.tap = [&, path = narrow(1172)](Datagram& datagram) {
         if (dark || !path(datagram)) return false;
-        // The first half of a chunk is the last that comes from rank 0.
+        // The first half of a chunk is the last that arrives from rank 0.
         if (datagram.source == 0 && (datagram.header.flags & flag_piece) != 0) {
             piece = datagram.bytes;
             dark = true;

@@ -1,4 +1,4 @@
-// Peers with several paths: chunks are divided by what paths carry, and a path may die and come back.
+// Multipath in Core: chunks are divided by the rates of the paths, and a path may go down and recover.
 #include <array>
 
 #include "jobs.hpp"
@@ -92,7 +92,7 @@ TEST(messages_are_divided_between_paths_by_what_they_carry) {
         const std::vector<PathHealth> paths = both.core(0).paths_to(1);
         CHECK_EQUAL(paths.size(), 2U);
         CHECK(paths[0].up && paths[1].up && paths[0].outages + paths[1].outages == 0);
-        // Two to one, about.
+        // About two to one.
         CHECK(paths[0].bytes_sent > 3 * paths[1].bytes_sent / 2 && paths[0].bytes_sent < 3 * paths[1].bytes_sent);
 
         config.core.paths = 1;
@@ -131,7 +131,7 @@ TEST(path_that_dies_costs_a_few_round_trips_and_is_used_again_when_it_returns) {
             CHECK(alone > 1.5 * healthy);
             const std::uint64_t before = sim.core(0).paths_to(1)[dying].bytes_sent;
             exchanging.advance(5 * second);
-            // It is asked, about twice a second, and nothing else.
+            // It is probed about twice a second, and nothing else.
             const std::uint64_t asked = sim.core(0).paths_to(1)[dying].bytes_sent - before;
             CHECK(asked > 200 && asked < 5'000);
 
@@ -174,7 +174,7 @@ TEST(peer_is_silent_only_when_all_its_paths_are) {
     Watch watch(sim, 2);
     const std::uint64_t id = sim.post(0, spec);
     CHECK(watch.wait(0, id).status == Status::peer_silent);
-    // Whichever path returns first heals it, also the one that had died before.
+    // Whichever path returns first ends the outage, also the one that went down before.
     sim.set_path(0, {});
     for (int i = 0; i < 2000 && sim.advance() && !sim.core(0).paths_to(1)[0].up; ++i) {
     }
@@ -228,7 +228,7 @@ TEST(rank_that_leaves_says_what_arrived_over_every_path) {
     // The last reports on one path are lost, and with them the path.
     sim.set_path(1, {.unreachable = true});
     sim.core(1).leave();
-    sim.cancel(1, receiving);  // has ended: only sends what waits
+    sim.cancel(1, receiving);  // it has ended: this only sends what waits
     CHECK(watch.wait(0, sending).status == Status::ok);
     CHECK(got == sent);
 }

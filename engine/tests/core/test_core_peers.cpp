@@ -1,4 +1,4 @@
-// Peers that fall silent, come back, leave, disagree or give up: lossy exchanges go on, exact ones say what is wrong.
+// Peers in Core that fall silent, recover, leave, disagree or cancel: lossy exchanges go on, exact ones name the error.
 #include <array>
 
 #include "jobs.hpp"
@@ -19,7 +19,7 @@ CoreConfig core_config(std::uint16_t world) {
     return config;
 }
 
-// A network of which some ranks can be cut off.
+// A network from which some ranks can be partitioned.
 struct Cuttable {
     explicit Cuttable(std::uint16_t world) : net(core_config(world)), watch(net, world) {
         net.tap = [this](Datagram& d) { return d.source != dark && d.target != dark; };
@@ -123,7 +123,7 @@ TEST(exact_exchange_survives_an_outage_shorter_than_the_silence_and_resumes_soon
         const Nanos lit_at = job.net.now();
         job.watch.wait_all(ids);
         for (std::uint16_t rank = 0; rank < 3; ++rank) CHECK(exchange.complete(rank));
-        // Probes back off: an outage may cost as long again, and hardly more.
+        // Probes back off: after an outage, recovery may take as long again, and hardly more.
         CHECK(job.net.now() < lit_at + outage + 200 * millisecond);
     }
 }
@@ -136,7 +136,7 @@ TEST(receiver_that_was_given_up_is_told_so_when_it_comes_late) {
         const std::uint64_t id0 = job.net.post(0, exchange.spec(0, 0, stage));
         job.watch.wait(0, id0);
         job.dark = 0xffff'ffff;
-        // The rank had not posted, so it noticed nothing; now it waits for messages that nobody will send.
+        // The rank had not posted, so it noticed nothing. Now it waits for messages that no rank will send.
         const std::uint64_t id1 = job.net.post(1, exchange.spec(1, 0, stage));
         const Outcome& outcome = job.watch.wait(1, id1, 5 * second);
         CHECK(outcome.status == (stage.budget > 0 ? Status::ok : Status::peer_failed));
@@ -149,7 +149,7 @@ TEST(receiver_of_what_failed_elsewhere_is_told_when_it_asks_or_knows_before_it_p
         AllToAll exchange(2, 1, [](auto, auto) { return std::size_t{1'000'000}; });
         ExchangeSpec send = exchange.spec(0, 0), receive = exchange.spec(1, 0);
         send.receives.clear();
-        receive.sends.clear();  // it says nothing but `ready`
+        receive.sends.clear();  // it sends nothing but `ready`
         const std::uint64_t id0 = [&] {
             if (in_the_dark) job.dark = 1;
             const std::uint64_t id = job.net.post(0, send);
@@ -198,8 +198,8 @@ TEST(ping_is_answered_at_once) {
 }
 
 TEST(sender_that_was_thought_silent_learns_that_its_message_is_not_waited_for) {
-    // Rank 0 thinks that rank 1 is silent and closes its message as it posts. More than the eager bytes remain to be sent,
-    // and nobody will ever ask for them.
+    // Rank 0 takes rank 1 for silent and closes its message as it posts. More than the eager bytes remain to be sent,
+    // and no `ready` will ever arrive for them.
     Cuttable job(3);
     AllToAll first = small_job(3), next(3, 2, [](auto, auto) { return std::size_t{1'000'000}; });
     job.dark = 1;
@@ -215,7 +215,7 @@ TEST(sender_that_was_thought_silent_learns_that_its_message_is_not_waited_for) {
 }
 
 TEST(all_reduce_with_an_exact_second_stage_goes_on_where_the_first_gave_a_peer_up) {
-    // Rank 0 thinks that the others are silent and sends them nothing in the lossy first stage. They wait for it, and rank 0
+    // Rank 0 takes the others for silent and sends them nothing in the lossy first stage. They wait for it, and rank 0
     // waits for their second stage.
     for (const StageSpec second_stage : {StageSpec{}, lossy}) {
         Cuttable job(3);
@@ -303,10 +303,10 @@ TEST(cancelled_exchange_ends_at_once_and_the_channel_goes_on) {
     const auto ids = job.post(given_up, 0);
     job.net.cancel(0, ids[0]);
     CHECK(job.watch.wait(0, ids[0]).status == Status::closed);
-    // The other learns of it instead of waiting for ever.
+    // The other rank is notified instead of waiting for ever.
     const Status other = job.watch.wait(1, ids[1], second).status;
     CHECK(other == Status::peer_failed || other == Status::ok);
-    job.net.cancel(0, ids[0]);  // twice is no crime
+    job.net.cancel(0, ids[0]);  // cancelling twice is allowed
     job.net.cancel(0, 12'345);
     job.watch.wait_all(job.post(next, 1));
     CHECK(next.complete(0) && next.complete(1));

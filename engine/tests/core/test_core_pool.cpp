@@ -1,5 +1,5 @@
-// Exchanges that are not posted everywhere at once: which chunks wait, which are refused, how much memory a peer can claim,
-// and who owns the buffers when.
+// Unexpected messages in Core, for exchanges that ranks post at different times: which chunks wait in the pool, which
+// are refused, how much memory a peer can claim, and how long buffers are in use.
 #include <memory>
 
 #include "jobs.hpp"
@@ -38,13 +38,13 @@ TEST(chunks_of_an_exchange_that_is_not_posted_yet_wait_in_the_pool) {
     const Buffer sent = random_buffer(100'000, 1);
     Buffer got(sent.size());
     const std::uint64_t sender = net.post(0, send_to(1, sent, 0));
-    // Small enough to be sent unasked: the sender need not wait for the receiver.
+    // Within the eager bytes: the sender need not wait for the receiver.
     CHECK(watch.wait(0, sender).status == Status::ok);
     const Counters& counters = net.core(1).counters();
     CHECK_EQUAL(counters.pooled, 70U);
     CHECK(counters.pool_bytes >= 100'000);
     const std::uint64_t receiver = net.post(1, receive_from(0, got, 0));
-    CHECK(watch.outcome(1, receiver) != nullptr);  // all was there
+    CHECK(watch.outcome(1, receiver) != nullptr);  // all had arrived
     CHECK(got == sent);
     CHECK_EQUAL(counters.pool_bytes, 0U);
     CHECK(counters.pool_peak_bytes >= 100'000);
@@ -86,7 +86,7 @@ TEST(late_exchange_completes_in_a_storm_whoever_is_late) {
 }
 
 TEST(sender_waits_as_long_as_it_takes_for_a_receiver_that_lives) {
-    // Nothing is in flight while it waits, which is no reason to think that the peer is gone.
+    // Nothing is in flight while it waits. That does not make the peer count as lost.
     Tapped net(core_config(2));
     Watch watch(net, 2);
     const Buffer sent = random_buffer(1'000'000, 2);
@@ -132,7 +132,7 @@ TEST(full_pool_refuses_and_what_was_refused_comes_again_after_posting) {
         const Counters& counters = net.core(1).counters();
         CHECK(counters.pool_refused > 0);
         CHECK(counters.pool_peak_bytes <= 50'000);
-        // A sender that was told to wait does so: it does not send again and again at full rate.
+        // A sender that receives `wait` does so: it does not retransmit at full rate.
         CHECK(counters.pool_refused < 400);
         const Nanos posted_at = net.now();
         for (std::uint32_t i = 0; i < 5; ++i) receivers.push_back(net.post(1, receive_from(0, got[i], i)));
@@ -141,7 +141,7 @@ TEST(full_pool_refuses_and_what_was_refused_comes_again_after_posting) {
             CHECK(watch.wait(1, receivers[i], 5 * second).status == Status::ok);
             CHECK(got[i] == sent[i]);
         }
-        // The sender is told to go on and need not be asked.
+        // After posting, the receiver sends `ready` at once, without a timer.
         if (loss == 0) CHECK(net.now() - posted_at < 5 * millisecond);
         CHECK_EQUAL(counters.pool_bytes, 0U);
     }
@@ -170,7 +170,7 @@ TEST(pool_without_any_room_delays_and_does_not_break) {
 }
 
 TEST(flood_from_an_insider_cannot_exceed_the_pool) {
-    // A peer of the job that sends for exchanges nobody will ever post, and never stops.
+    // A peer of the job that sends without end, for exchanges that no rank will ever post.
     CoreConfig config = core_config(3);
     config.pool_bytes = 100'000;
     Tapped net(config);
@@ -187,7 +187,7 @@ TEST(flood_from_an_insider_cannot_exceed_the_pool) {
         CHECK(net.core(1).counters().pool_bytes <= 50'000);  // its share: a third rank may need the rest
     }
     CHECK(sent > 40 * net.core(1).counters().pool_peak_bytes);
-    // The third rank's chunks still find room.
+    // There is still space for the third rank's chunks.
     Buffer got(message.size());
     const std::uint64_t sender = net.post(2, [&] {
         ExchangeSpec spec = send_to(1, message, 0);
@@ -202,8 +202,8 @@ TEST(flood_from_an_insider_cannot_exceed_the_pool) {
 }
 
 TEST(send_buffer_is_not_read_after_its_exchange_has_ended) {
-    // Batches lie in the socket for a while, exchanges end by acknowledgement, by deadline and by cancelling, and their
-    // memory is freed at once. The address sanitizer is the judge.
+    // Batches wait in the socket for a while. Exchanges end by acknowledgement, by deadline and by cancelling, and
+    // their memory is freed at once. The address sanitizer checks it.
     for (const double loss : {0.0, 0.3}) {
         CoreConfig config = core_config(2);
         config.receive_buffer = 64 << 10;

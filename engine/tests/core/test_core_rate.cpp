@@ -1,5 +1,5 @@
-// How long an all-reduce takes where a switch stands between: automatic rate control against the line's own speed.
-// Ideal is 2 (n - 1) / n * bytes / rate; headers and reports cost about three percent of it.
+// Congestion control in Core: how long an all-reduce through a switch takes, compared with the ideal at link capacity.
+// The ideal is 2 (n - 1) / n * bytes / rate; headers and reports cost about three percent of it.
 #include "jobs.hpp"
 #include "sim/sim.hpp"
 #include "tapped.hpp"
@@ -22,7 +22,7 @@ struct Line {
 
 struct Measured {
     double times_ideal;
-    double dropped;  // share of all datagrams that the switch had no room for
+    double dropped;  // fraction of all datagrams that the switch dropped, its queue being full
 };
 
 // Collectives one after the other on the same links; the first knows nothing of them yet.
@@ -41,7 +41,7 @@ public:
         return measured;
     }
 
-    // Everyone sends `bytes` to rank 0.
+    // Incast: every rank sends `bytes` to rank 0.
     Measured incast(std::size_t bytes) {
         const Buffer sent = random_buffer(bytes, 6);
         std::vector<Buffer> got(line_.world, Buffer(bytes));
@@ -77,7 +77,7 @@ private:
             const Outcome& outcome = *watch_.outcome(rank, ids[rank]);
             ended = std::max(ended, outcome.ended);
             for (const Arrival& arrival : outcome.arrivals) {
-                // What a lossy all-reduce misses is what the network lost, and not much that the engine gave up.
+                // A lossy all-reduce misses what the network lost, and little that the engine skipped.
                 const double missing = static_cast<double>(arrival.missing_bytes) / static_cast<double>(arrival.bytes);
                 CHECK(line_.burst > 1 || missing <= 1.5 * line_.loss + 0.015);
             }
@@ -139,8 +139,8 @@ TEST(exact_all_reduce_on_a_line_that_loses_a_tenth_pays_little_more_than_the_rep
     check_at_most(Job(lossy_office, 1).all_reduce(25'000'000, true), 1.35);
 }
 
-// Ideal is fifteen round trips here. Measured, over several seeds: 1.3 to 1.4 and then 1.2 to 1.35; exact 1.6 to 1.8 and
-// then 1.45 to 1.65.
+// Ideal is fifteen round trips here. Measured, over several seeds: 1.3 to 1.4 and then 1.2 to 1.35; exact 1.6 to 1.8
+// and then 1.45 to 1.65.
 TEST(lossy_all_reduce_over_forty_milliseconds_is_not_ruled_by_round_trips) {
     Job job(lossy_wan, 1);
     check_at_most(job.all_reduce(5'000'000, false), 1.5);
@@ -166,8 +166,8 @@ TEST(no_lossy_all_reduce_takes_much_longer_than_the_others) {
     CHECK(all.back() <= 1.3 * all[all.size() / 2]);
 }
 
-// Every few seconds a link slows down to see its path without a queue, unless a pause has shown it. The end of an exchange is
-// a pause, although on a long path what was sent last is not answered yet when the next one begins.
+// Every few seconds a link slows down to measure its path without a queue, unless a pause has done so. The end of an
+// exchange is a pause, although on a long path the last datagrams are not acknowledged before the next exchange.
 TEST(exchanges_over_a_long_path_show_it_without_a_queue_so_that_none_is_slowed_down_for_that) {
     for (std::uint64_t seed = 1; seed <= 3; ++seed) {
         Job job({.bytes_per_s = 20 * mbit, .delay = 75 * millisecond, .loss = 0}, seed);
@@ -199,7 +199,7 @@ TEST(all_reduce_settles_soon_after_the_line_lost_half_its_speed_and_began_to_los
     for (int i = 0; i < 4; ++i) check_at_most(job.all_reduce(4'000'000, true), 1.4);
 }
 
-// A burst takes whole windows, reports, questions and ends. Measured over many seeds: lossy 1.05 to 1.25, exact 1.15 to 1.45.
+// A burst loses whole windows, reports, probes and ends. Over many seeds: lossy 1.05 to 1.25, exact 1.15 to 1.45.
 TEST(losses_in_bursts_cost_little_more_than_others) {
     for (const double burst : {8.0, 20.0, 64.0}) {
         Job job({.bytes_per_s = 100 * mbit, .delay = 100 * microsecond, .loss = 0.1, .burst = burst}, 1);
@@ -216,7 +216,7 @@ TEST(losses_in_bursts_cost_little_more_than_others) {
     }
 }
 
-// The rate belongs to all peers together: what one of them may not send now, no other may either.
+// All peers share the fixed rate: when nothing may be sent to one of them, nothing may be sent to any.
 TEST(peers_are_served_in_turn_at_a_rate_that_is_set_and_one_that_never_answers_does_not_hold_up_the_others) {
     CoreConfig config;
     config.world = 6;
@@ -243,7 +243,7 @@ TEST(peers_are_served_in_turn_at_a_rate_that_is_set_and_one_that_never_answers_d
     net.run(2 * second);
     for (const std::size_t peer : {1, 2, 4, 5}) CHECK(job.got[peer][0] == job.sent[0][peer]);
     for (std::size_t at = 0; at < 100; ++at) CHECK_EQUAL(order.at(at), 1 + at % 5);
-    // Neither faster than the rate nor, but for what is no data, slower, although no more may be sent to the one that is silent.
+    // Not faster than the rate; and slower only by what is not data, although the silent peer takes no more.
     const double ideal_s = sent_bytes / config.bytes_per_s;
     CHECK(sent_bytes < 5.0 * bytes);
     CHECK(seconds(last - began) > 0.98 * ideal_s);

@@ -1,4 +1,5 @@
-// A rank whose process died comes back as another process: it is readmitted, and nothing of the old one is believed any more.
+// Readmission in Core: the process of a rank died and another joins in its stead. Nothing of the old one is accepted
+// any more (fencing by incarnation).
 #include <array>
 #include <stdexcept>
 
@@ -13,7 +14,7 @@ namespace {
 constexpr StageSpec lossy{.budget = 0.5};
 constexpr std::uint32_t nobody = 0xffff'ffff;
 
-// A job whose ranks die and return. Each process of a rank has a key of its own where the job is sealed.
+// A job whose ranks die and are restarted. In a sealed job, each process of a rank has a key of its own.
 struct Mortal {
     explicit Mortal(std::uint16_t world_size, bool is_sealed = false)
         : world(world_size), sealed(is_sealed), incarnations(world_size), net(config()), watch(net, world_size) {
@@ -39,7 +40,7 @@ struct Mortal {
         core.silence = second;
         return core;
     }
-    // The rank's process is another one from now on; nobody knows of it yet.
+    // Starts a new process of the rank; no other rank knows of it yet.
     void restart(std::uint16_t rank) {
         ++incarnations[rank];
         net.restart(rank, config());
@@ -61,7 +62,7 @@ struct Mortal {
             ids.push_back(net.post(rank, job.spec(rank, seq, stage, channel)));
         return ids;
     }
-    // An exchange of all on a channel of its own: whether everyone gets everything, and soon.
+    // An exchange among all ranks on a channel of its own: whether every rank receives everything, and soon.
     void check_whole(std::uint32_t channel, StageSpec stage = {}) {
         AllToAll job = small(channel);
         const Nanos start = net.now();
@@ -122,7 +123,7 @@ TEST(new_process_is_not_heard_before_it_is_readmitted_and_heals_when_it_is) {
         job.restart(2);
         const std::uint64_t corrupt = job.net.core(0).counters().corrupt;
         AllToAll alone = job.small(2);
-        // The others remember numbers of the old process, so the first numbers of the new one may look like duplicates.
+        // The others remember packet numbers of the old process, so the first of the new one may look like duplicates.
         for (std::uint32_t seq = 0; seq < 3; ++seq) {
             const Outcome& outcome = job.watch.wait(2, job.net.post(2, alone.spec(2, seq, lossy, 2)), 3 * second);
             for (const Arrival& arrival : outcome.arrivals) CHECK_EQUAL(arrival.arrived, 0U);
@@ -140,11 +141,11 @@ TEST(datagrams_of_the_old_process_are_refused_and_change_nothing) {
         job.check_whole(1);
         AllToAll under_way = job.small(2);
         job.net.post(2, under_way.spec(2, 0, {}, 2));
-        job.net.leave(2);  // its goodbye is among what is around
+        job.net.leave(2);  // its goodbye is among the old datagrams
         std::vector<Datagram> old = std::move(job.said);
         job.restart(2);
         job.readmit_everywhere(2);
-        // More than it ever sent: no number of the new link was seen yet.
+        // More than it ever sent: no packet number of the new link was seen yet.
         std::size_t forth = 0, back = 0;
         const std::array before{job.net.core(0).counters(), job.net.core(1).counters(), job.net.core(2).counters()};
         for (const Datagram& d : old) {
@@ -157,7 +158,7 @@ TEST(datagrams_of_the_old_process_are_refused_and_change_nothing) {
         for (std::uint16_t rank = 0; rank < 3; ++rank) {
             const Counters& now = job.net.core(rank).counters();
             counted += now.corrupt - before[rank].corrupt;
-            CHECK_EQUAL(now.datagrams_sent, before[rank].datagrams_sent);  // nobody answers
+            CHECK_EQUAL(now.datagrams_sent, before[rank].datagrams_sent);  // no rank answers
             CHECK_EQUAL(now.pooled, before[rank].pooled);
         }
         CHECK_EQUAL(counted, forth + back);
@@ -169,7 +170,7 @@ TEST(exact_exchange_under_way_fails_at_readmission_and_a_lossy_one_keeps_what_ca
     Mortal job(3);
     job.check_whole(1);
     AllToAll exact = job.small(2), soft = job.small(3), others = job.small(4);
-    // Rank 2 dies before more than a quarter of its messages has come through.
+    // Rank 2 dies before more than a quarter of its messages has arrived.
     job.net.tap = [](Datagram& d) { return d.source != 2 || d.header.kind != Kind::data || d.header.chunk < 5; };
     const auto hard = job.post(exact, 2, 0), mild = job.post(soft, 3, 0, lossy);
     ExchangeSpec pair0 = others.spec(0, 0, {}, 4), pair1 = others.spec(1, 0, {}, 4);
@@ -282,7 +283,7 @@ TEST(pool_forgets_what_the_old_process_sent) {
 }
 
 TEST(no_ciphertext_repeats_towards_a_new_process) {
-    // The survivor's key stays while its numbers begin anew: equal bytes under equal numbers must look different.
+    // The survivor's key stays, but its packet numbers start over: equal bytes under equal numbers must look different.
     Mortal job(2, true);
     AllToAll same = job.small(1);
     std::vector<std::pair<std::uint32_t, Buffer>> sent;
@@ -305,7 +306,7 @@ TEST(no_ciphertext_repeats_towards_a_new_process) {
         for (const auto& [again, other] : sent) {
             if (again != number) continue;
             ++alike;
-            // Under one nonce the key stream would be the same, and with it the difference of ciphertexts that of the plain.
+            // Under one nonce the key stream would be the same: ciphertexts would differ exactly as plaintexts do.
             const Header then = parse_header(bytes).value(), now = parse_header(other).value();
             const auto plain = [&](const Header& h) { return same.sent[0][1].data() + std::size_t{h.chunk} * 1424; };
             bool stream_repeats = true;
@@ -321,7 +322,7 @@ TEST(no_ciphertext_repeats_towards_a_new_process) {
 }
 
 TEST(readmission_leaves_alone_what_a_batch_still_points_into) {
-    // Batches wait in the socket while the rank they are for is replaced; the address sanitizer watches.
+    // Batches wait in the socket while their target rank is replaced. The address sanitizer checks it.
     Mortal job(3);
     job.net.socket_delay = 3 * millisecond;
     for (const StageSpec stage : {StageSpec{}, lossy}) {

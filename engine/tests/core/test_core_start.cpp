@@ -1,4 +1,4 @@
-// The first exchange over a link that knows nothing of its path, or something wrong, beside later ones.
+// Startup of congestion control: first exchanges over links without path metrics, or with wrong ones.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -34,7 +34,7 @@ class Job {
 public:
     Job(const Path& path, std::uint64_t seed) : path_(path), sim_(config(path, seed)), watch_(sim_, path.world) {}
 
-    // Times the ideal, which counts neither loss nor headers.
+    // As a multiple of the ideal, which counts neither loss nor headers.
     double all_reduce() {
         AllReduce job(path_.world, path_.bytes / 4, 5);
         const Nanos began = sim_.now();
@@ -48,7 +48,7 @@ public:
             2.0 * (path_.world - 1) / path_.world * static_cast<double>(path_.bytes) / path_.bytes_per_s;
         return static_cast<double>(sim_.now() - began) * 1e-9 / ideal_s;
     }
-    // The third, and the fourth if it takes longer.
+    // The longer of the third and the fourth.
     double steady() {
         (void)all_reduce();
         return std::max(all_reduce(), all_reduce());
@@ -94,7 +94,7 @@ void check_at_most(double found, double most) {
 
 }  // namespace
 
-// Without trains: 1.3 to 2.1 times.
+// Without packet trains: 1.3 to 2.1 times.
 TEST(the_first_exchange_over_a_long_path_takes_little_longer_than_later_ones) {
     for (const Path& path : {steady_wan, lossy_wan, thin, clean, among(thin, 6)}) {
         Job job(path, 1);

@@ -1,4 +1,4 @@
-// Bytes come from strangers: forged, replayed, cut short or bent, they move counters and nothing else.
+// Hostile input to Core: forged, replayed, truncated or corrupted datagrams change counters and nothing else.
 #include "jobs.hpp"
 #include "tapped.hpp"
 
@@ -16,7 +16,7 @@ CoreConfig core_config(std::uint16_t world) {
     return config;
 }
 
-// A datagram as a member of the job makes it for another one, with any fields at all.
+// A datagram as one member of the job would make it for another, with arbitrary fields.
 Buffer forged(Header header, std::span<const std::byte> payload, std::uint16_t target = 0,
               std::uint64_t its_cookie = cookie) {
     const Seal seal({.cookie = its_cookie, .sealed = false, .links = {}}, header.source);
@@ -38,8 +38,8 @@ struct Run {
     Nanos ended{};
 };
 
-// A lossy network with a fixed seed. The stranger sees each datagram that was sent and may hand the ranks whatever it likes;
-// what the ranks do must not depend on it, down to the last bit on the wire.
+// A lossy network with a fixed seed. The stranger sees every datagram and may send the ranks anything. What the ranks
+// do must not depend on it, down to the last bit on the wire.
 Run run_with(const Stranger& stranger, const CoreConfig& config) {
     Tapped net(config);
     Watch watch(net, 3);
@@ -69,7 +69,7 @@ Run run_with(const Stranger& stranger, const CoreConfig& config) {
     return run;
 }
 
-// The counters that strangers may move: `moved` of each run together are the datagrams that came from outside.
+// The counters that strangers may change. The `moved` of each run add up to the datagrams from outside.
 std::uint64_t refused(const Counters& c) { return c.malformed + c.foreign + c.corrupt + c.duplicates; }
 
 void check_unmoved(const CoreConfig& config, std::uint64_t& injected, const Stranger& stranger) {
@@ -129,7 +129,7 @@ TEST(random_bytes_change_nothing) {
 }
 
 TEST(datagrams_with_another_jobs_cookie_change_nothing) {
-    // Either half may be right: one stands in the header, the other is in the check.
+    // Either half may be right: one is in the header, the other goes into the checksum.
     for (const std::uint64_t other : {cookie ^ std::uint64_t{1}, cookie ^ std::uint64_t{1} << 63, ~cookie}) {
         std::uint64_t injected = 0;
         check_unmoved(core_config(3), injected, [&](Tapped& net, const Datagram& d, bool) {
@@ -150,7 +150,7 @@ TEST(replayed_captures_change_nothing) {
         std::mt19937 random(2);
         std::uint64_t injected = 0;
         check_unmoved(config, injected, [&](Tapped& net, const Datagram& d, bool delivered) {
-            // Only what has arrived before is a replay: what was lost on the way would be news.
+            // Only what has arrived before is a replay: what was lost on the way would be new.
             for (int i = 0; i < 3 && !captured.empty(); ++i) {
                 const Datagram& old = captured[random() % captured.size()];
                 if (old.at >= net.now()) continue;
@@ -249,7 +249,7 @@ TEST(chunk_of_the_wrong_size_or_beyond_the_message_is_not_placed) {
 }
 
 TEST(hostile_fields_of_a_member_end_in_counters_or_in_its_own_exchange) {
-    // A member of the job, that knows its secrets, says absurd things. Nobody else's tensors may change.
+    // A member of the job, which knows its secrets, sends absurd fields. The tensors of no other rank may change.
     Tapped net(core_config(3));
     Watch watch(net, 3);
     std::mt19937 random(6);
@@ -259,7 +259,7 @@ TEST(hostile_fields_of_a_member_end_in_counters_or_in_its_own_exchange) {
     const auto absurd = [&] {
         constexpr std::array<std::uint32_t, 8> values{0, 1, 34, 35, 0x7fff'ffff, 0x8000'0000, 0xffff'fffe, 0xffff'ffff};
         const auto any = [&] { return values[random() % values.size()]; };
-        // Lies are about channel 1, which the honest exchange does not use.
+        // The hostile fields name channel 1, which the honest exchange does not use.
         number += 1 + static_cast<std::uint32_t>(random() % 3);
         Header header{.kind = static_cast<Kind>(1 + random() % 9),
                       .flags = static_cast<std::uint8_t>(random() % 8),
@@ -273,7 +273,7 @@ TEST(hostile_fields_of_a_member_end_in_counters_or_in_its_own_exchange) {
         return forged(header, random_buffer(random() % 2000, random()));
     };
     for (std::uint16_t rank = 0; rank < 3; ++rank) ids.push_back(net.post(rank, honest.spec(rank, 0)));
-    // From here on rank 2 is mute and only its evil twin is heard by rank 0.
+    // From here on, rank 0 receives nothing from rank 2, only from the forger of its datagrams.
     net.tap = [&](Datagram& d) { return d.source != 2 || d.target != 0; };
     for (int i = 0; i < 5'000; ++i) {
         net.inject(0, absurd());
@@ -294,7 +294,7 @@ TEST(hostile_reports_of_a_member_acknowledge_no_more_than_was_sent) {
     Watch watch(net, 2);
     AllToAll job(2, 1, [](auto, auto) { return std::size_t{100'000}; });
     std::mt19937_64 random(7);
-    net.tap = [](Datagram& d) { return d.source != 1; };  // only the forged ones are heard
+    net.tap = [](Datagram& d) { return d.source != 1; };  // only the forged ones arrive
     const std::uint64_t id = net.post(0, job.spec(0, 0));
     for (std::uint32_t i = 0; i < 2'000; ++i) {
         Report report{.largest = random() % 400,
@@ -312,7 +312,7 @@ TEST(hostile_reports_of_a_member_acknowledge_no_more_than_was_sent) {
         net.inject(0, forged({.kind = Kind::report, .source = 1, .number = 10 + i}, body));
         (void)net.advance();
     }
-    // It may believe that all was delivered; what it waits for it still waits for, and time goes on.
+    // The core may believe that all was delivered. It still waits for what it is to receive, and its timers still work.
     CHECK(watch.outcome(0, id) == nullptr);
     CHECK(net.core(0).round_trip(1) > 0);
     CHECK(watch.wait(0, id, 60 * second).status == Status::peer_silent);

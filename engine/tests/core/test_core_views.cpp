@@ -1,4 +1,4 @@
-// Exchanges that are made for a view: they wait for peers that are away, and go on without those that a later view drops.
+// Exchanges that wait across views: they wait for absent peers, and go on without those that a later view drops.
 #include <initializer_list>
 #include <stdexcept>
 
@@ -210,7 +210,7 @@ TEST(exact_sum_goes_on_without_a_rank_that_the_next_view_drops) {
             for (const Arrival& arrival : outcome.arrivals) CHECK((arrival.missing_bytes == 0) == (arrival.peer != 2));
         }
         check_without(sum, 2);
-        // What is posted for the old view now ends at once.
+        // An exchange that is posted for the old view now ends at once.
         AllReduce late(4, elements, 7);
         std::vector<std::uint64_t> again(4);
         for (const std::uint16_t rank : Some{0, 1, 3})
@@ -234,7 +234,7 @@ TEST(goodbye_and_a_cancelled_exchange_of_a_peer_do_not_end_an_exchange_of_a_view
     job.net.core(3).leave();
     job.net.with_views(3, [](Views&, Nanos) {});
     job.run(3 * silence);
-    // The view without rank 3 is there, and rank 2 is still in it, although its part comes no more.
+    // The view without rank 3 is known. Rank 2 is still in it, although nothing more arrives from it.
     for (const std::uint16_t rank : Some{0, 1}) {
         CHECK(job.number(rank) > 1);
         CHECK(job.watch.outcome(rank, ids[rank]) == nullptr);
@@ -248,7 +248,7 @@ TEST(prospect_of_an_exchange_stays_good_when_a_peer_that_has_ended_it_leaves) {
     const auto can_complete = [&](std::uint16_t rank, std::uint64_t id) {
         return job.net.core(rank).can_complete(id, job.net.now());
     };
-    // Only ranks 0 and 1 have much to tell each other: 40 ms.
+    // Only ranks 0 and 1 have much to send each other: 40 ms.
     AllToAll all(4, 30, [](auto from, auto to) { return std::size_t{from + to == 1 ? 400'000U : 100U}; });
     std::vector<std::uint64_t> ids{job.post(0, all.spec(0, 0))};
     job.run(5 * millisecond);
@@ -269,7 +269,7 @@ TEST(prospect_of_an_exchange_stays_good_when_a_peer_that_has_ended_it_leaves) {
 }
 
 TEST(exchange_has_no_prospect_once_a_peer_that_it_needs_gives_it_up_or_leaves_or_falls_silent) {
-    // Rank 1 is no majority without rank 0, so no view ends its wait.
+    // Rank 1 is no quorum without rank 0, so no view ends its wait.
     const auto begun = [](Members& job, AllToAll& all) {
         std::vector<std::uint64_t> ids;
         for (const std::uint16_t rank : Some{0, 1}) ids.push_back(job.post(rank, all.spec(rank, 0)));
@@ -298,7 +298,7 @@ TEST(exchange_has_no_prospect_once_a_peer_that_it_needs_gives_it_up_or_leaves_or
 
 namespace {
 
-// Rank 0 sends each other rank a third, which that one passes on.
+// Rank 0 sends each other rank a third, which that rank forwards.
 ExchangeSpec passed_on(std::uint16_t rank, const Buffer& sent, Buffer& got) {
     const std::size_t third = sent.size() / 3;
     ExchangeSpec spec = exchange_on(0, 0);
@@ -452,7 +452,7 @@ TEST(datagram_in_the_name_of_a_vacant_slot_is_foreign) {
     SimConfig config = network_of(3);
     config.core.vacant = {2};
     Members job(config);
-    // The slot's own core knows the cookie, as a stranger may.
+    // The core of the vacant slot knows the cookie, as a stranger may.
     job.net.core(2).with_views(job.net.now(), [](Views&) {});
     AllToAll wide(3, 13, [](auto, auto) { return std::size_t{500}; });
     (void)job.post(2, wide.spec(2, 0), 0);

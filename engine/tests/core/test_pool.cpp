@@ -1,4 +1,4 @@
-// The pool: what waits for an exchange comes out once, in order, and nobody can make it hold more than a share.
+// The pool of unexpected messages: chunks come out once and in order, and no peer can use more than its share.
 #include <random>
 
 #include "check.hpp"

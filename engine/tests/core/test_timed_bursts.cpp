@@ -1,4 +1,4 @@
-// FaultyLink: bursts of loss that last some time, whoever sends.
+// FaultyLink: bursts of loss that last for a time, however much is sent.
 // Every random test has a fixed seed; bounds are five standard deviations, so a failure is a fault of the code.
 #include <cmath>
 #include <cstdint>
@@ -52,7 +52,7 @@ double still_lost(const LinkFaults& f, Nanos gap, std::size_t& count) {
 
 }  // namespace
 
-// Looked at evenly, a chain in continuous time is one of Gilbert and Elliott, whose runs have a known mean length.
+// Sampled at even intervals, the continuous-time chain is a Gilbert-Elliott chain, whose runs have a known mean length.
 TEST(timed_bursts_have_their_mean_duration_and_keep_the_loss_rate) {
     constexpr Nanos step = 100 * microsecond;
     for (const LinkFaults& f :
@@ -107,7 +107,7 @@ TEST(timed_bursts_leave_all_other_faults_as_they_are) {
     CHECK(arrived > 1000 && arrived < 9000);
 }
 
-// The pattern is the one that the engine had before bursts could be timed, whatever the time.
+// The pattern must be the one from before bursts could be timed, at any time.
 TEST(bursts_of_datagrams_are_the_same_whenever_they_are_sent) {
     for (const Nanos step : {Nanos{0}, millisecond, 3600 * second}) {
         std::uint64_t bits = 0;

@@ -1,3 +1,4 @@
+// Batch: which datagrams one system call takes, what is copied, and checksums that several messages share.
 #include <stdexcept>
 #include <vector>
 
@@ -71,7 +72,7 @@ TEST(data_that_is_not_sealed_is_not_copied_and_all_else_is) {
     batch.begin(1, 0);
     batch.add(seal, 1, header_of(Kind::data, seal), data);
     CHECK(batch.parts()[1].iov_base == data.data());
-    CHECK(throws([&] { batch.add(seal, 2, header_of(Kind::ping, seal), data); }));  // no room was asked for
+    CHECK(throws([&] { batch.add(seal, 2, header_of(Kind::ping, seal), data); }));  // no space was reserved
     batch.begin(1, data.size());
     batch.add(seal, 2, header_of(Kind::ping, seal), data);
     CHECK(batch.parts()[1].iov_base != data.data());

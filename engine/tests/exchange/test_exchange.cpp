@@ -1,4 +1,5 @@
-// How messages are cut, and what an incoming message does with chunks: no core, no links, no time.
+// ChunkLayout, Incoming and Exchange: how messages are divided into chunks, and what an incoming message does with
+// them. No core, no links, no time.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -141,8 +142,8 @@ TEST(message_that_is_never_repaired_stops_waiting_for_chunks_that_were_overtaken
     Incoming& incoming = exchange.receives[0];
     const std::array<float, 4> two{2, 2, 2, 2};
     const auto payload = std::as_bytes(std::span(two));
-    // The first ordinal never comes. The sender goes through the chunks in a known order, so far behind the newest it
-    // is lost, not late.
+    // The first ordinal never arrives. The sender goes through the chunks in a known order, so a chunk far behind the
+    // newest is lost, not late.
     std::uint32_t ordinal = 1;
     for (; exchange.reduction->final_chunks().size() == ordinal - 1; ++ordinal) {
         CHECK(ordinal < chunks);
@@ -152,7 +153,7 @@ TEST(message_that_is_never_repaired_stops_waiting_for_chunks_that_were_overtaken
     const std::uint32_t lost = incoming.layout.at(0);
     CHECK(std::ranges::count(exchange.reduction->final_chunks(), lost) == 1);
     CHECK_EQUAL(exchange.reduction->counts()[lost], 1U);
-    // It comes after all: too late, and the sum is not touched.
+    // It arrives after all, too late: the sum does not change.
     CHECK(!incoming.accept(lost, payload));
     CHECK_EQUAL(exchange.reduction->counts()[lost], 1U);
     CHECK_EQUAL(incoming.arrived_count, ordinal - 1);

@@ -1,3 +1,4 @@
+// Exchanges: lookup by number and id, outcomes that wait for pinned buffers, and timers of all exchanges.
 #include <memory>
 #include <vector>
 
@@ -82,7 +83,7 @@ TEST(earliest_timer_of_all_messages_of_all_exchanges_is_found) {
     set_earlier(1, all[1]->timer_of(all[1]->sends[0]), 20);
     set_earlier(4, Exchange::timeout_timer, 40);
     CHECK_EQUAL(world.exchanges.next_timer(true_time), 20);
-    truth[1][2] = 35;  // moved on, and nobody said so
+    truth[1][2] = 35;  // moved later, without a call
     CHECK_EQUAL(world.exchanges.next_timer(true_time), 30);
     CHECK(world.exchanges.take_due(29, true_time).empty());
     CHECK(world.exchanges.take_due(35, true_time) == (std::vector<std::uint64_t>{all[1]->id, all[3]->id}));

@@ -1,3 +1,4 @@
+// Lanes: how an exchange is divided between several sockets, and how the outcomes of its parts are merged.
 #include <numeric>
 
 #include "check.hpp"

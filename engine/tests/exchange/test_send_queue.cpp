@@ -1,3 +1,4 @@
+// SendQueue: oldest exchange first, eager limit, retransmissions.
 #include <memory>
 #include <vector>
 

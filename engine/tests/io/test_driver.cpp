@@ -1,5 +1,5 @@
-// Drivers on real sockets over loopback, several in one process: threads, descriptors, faults and who drives whom. The
-// thread sanitizer is the second reader of this file.
+// Drivers on real sockets over loopback, several in one process: threads, descriptors, faults, and which thread drives.
+// The thread sanitizer runs this file, too.
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -86,7 +86,7 @@ TEST(exchange_ends_without_anyone_waiting) {
     CHECK(team[0].ended(id0) && team[1].ended(id1));
     CHECK(job.complete(0) && job.complete(1));
     CHECK(wait_for(team[0], id0).status == Status::ok);
-    CHECK(!team[0].ended(id0));  // the outcome is given once
+    CHECK(!team[0].ended(id0));  // the outcome is returned once
 }
 
 TEST(posts_from_many_threads_at_once_all_complete) {
@@ -164,7 +164,7 @@ TEST(closing_wakes_everyone_who_waits_with_an_error) {
         refused = true;
     }
     CHECK(refused);
-    team[0].close(second);  // twice is no crime
+    team[0].close(second);  // closing twice is allowed
 }
 
 TEST(goodbye_ends_what_others_wait_for) {
@@ -202,7 +202,7 @@ TEST(readmission_wakes_whoever_waits_and_the_new_process_takes_part_while_the_ol
     waiting.get();
     CHECK(std::chrono::steady_clock::now() - start < std::chrono::milliseconds(500));
     std::swap(team.drivers[2], fresh);
-    fresh->close(0);  // says goodbye, which nobody takes for the new one's
+    fresh->close(0);  // says goodbye, which no peer takes for the new one's
     fresh.reset();
     train(team, 5, 30'000, {}, 4);
     CHECK(team[0].health().counters.corrupt > 0);
@@ -210,7 +210,7 @@ TEST(readmission_wakes_whoever_waits_and_the_new_process_takes_part_while_the_ol
 
 TEST(nothing_is_left_of_a_closed_driver) {
     {
-        Team warm_up(2);  // whatever the runtime keeps for itself after the first thread
+        Team warm_up(2);  // allocates what the runtime keeps after the first thread
         train(warm_up, 1, 100);
     }
     const std::size_t threads = threads_now(), descriptors = descriptors_now();
@@ -246,8 +246,8 @@ TEST(idle_drivers_use_no_processor) {
     const Nanos spent = used() - start;
     getrusage(RUSAGE_SELF, &after);
     CHECK(spent < 5 * millisecond);
-    CHECK(after.ru_nvcsw - before.ru_nvcsw < 20);  // nobody woke up to look
-    // A caller that waits for a peer that is late does not spin either.
+    CHECK(after.ru_nvcsw - before.ru_nvcsw < 20);  // no thread woke up to poll
+    // A caller that waits for a late peer does not spin either.
     AllToAll job(4, 1, [](auto, auto) { return std::size_t{1'000}; });
     const std::uint64_t id = team[0].post(job.spec(0, 2));
     const Nanos waiting = used();
@@ -295,7 +295,7 @@ TEST(faults_may_be_set_while_drivers_come_and_go) {
 }
 
 TEST(deadline_is_kept_by_the_clock_whoever_sleeps) {
-    // A silent world: nothing but the timers wakes anyone. Nobody listens at the peer's port.
+    // Nothing but timers wakes a thread: no process listens at the peer's port.
     Driver driver("127.0.0.1", 0, {});
     std::uint16_t dead_port = 0;
     {
@@ -317,7 +317,7 @@ TEST(deadline_is_kept_by_the_clock_whoever_sleeps) {
         const Outcome outcome = wait_for(driver, id);
         CHECK(outcome.status == Status::ok);
         CHECK(outcome.ended - posted_at >= deadline);
-        CHECK(outcome.ended - posted_at < deadline + 100 * millisecond);  // the next ask, which would wake it, is later
+        CHECK(outcome.ended - posted_at < deadline + 100 * millisecond);  // the next probe would wake it later
     };
     // The engine's own thread.
     Nanos now = clock_now();

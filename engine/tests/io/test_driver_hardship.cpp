@@ -1,5 +1,5 @@
-// A driver in a process that runs out of descriptors, threads or memory, or on a network that floods it. It may fail with an
-// error that says why, but it may neither end the process nor keep anyone waiting.
+// A driver in a process that runs out of descriptors, threads or memory, or on a network that floods it. It may fail
+// with an error that says why, but it may neither end the process nor block a caller.
 #include <fcntl.h>
 #include <netinet/udp.h>
 #include <pthread.h>

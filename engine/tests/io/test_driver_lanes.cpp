@@ -1,4 +1,4 @@
-// Endpoints with several lanes, several in one process. The thread sanitizer is the second reader of this file.
+// Endpoints with several lanes, several in one process. The thread sanitizer runs this file, too.
 #include <future>
 #include <optional>
 #include <thread>
@@ -43,7 +43,7 @@ struct Crew {
     ~Crew() { Driver::set_faults(nullptr); }
     Endpoint& operator[](std::uint16_t rank) { return *all.at(rank); }
 
-    Driver nowhere{"127.0.0.1", std::uint16_t{0}, SocketConfig{}};  // a socket that nobody reads
+    Driver nowhere{"127.0.0.1", std::uint16_t{0}, SocketConfig{}};  // a socket that is never read
     std::vector<std::unique_ptr<Endpoint>> all;
 };
 

@@ -1,4 +1,4 @@
-// Drivers whose peers are not where their cards say, over loopback.
+// NAT traversal and connection migration of drivers, over loopback: peers are not at their cards' addresses.
 #include <sys/socket.h>
 
 #include <atomic>
@@ -17,8 +17,8 @@ using namespace storm::check;
 
 namespace {
 
-// A router between one driver and another: it passes datagrams on in both directions, from a port of its own that it can
-// change, and answers only those to whom its driver has sent something.
+// A NAT between one driver and another: it forwards datagrams in both directions, from a port of its own that it can
+// change, and only from addresses to which its driver has sent something.
 class Router {
 public:
     Router(const Address& outside) : outside_(outside), inner_(open()), outer_(open()), thread_([this] { run(); }) {}
@@ -77,7 +77,7 @@ private:
     std::thread thread_;
 };
 
-// Two drivers, the second behind a router: the first has an address for it at which nobody is.
+// Two drivers, the second behind a NAT: the first has an unused address for it.
 struct Home {
     explicit Home(bool sealed) {
         for (std::uint16_t rank = 0; rank < 2; ++rank)

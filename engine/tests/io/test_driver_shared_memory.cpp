@@ -1,4 +1,4 @@
-// Drivers of one machine that share memory, several in one process. The thread sanitizer is the second reader of this file.
+// Drivers of one machine that share memory, several in one process. The thread sanitizer runs this file, too.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -192,7 +192,7 @@ TEST(a_peer_that_dies_with_a_full_ring_is_named) {
     CHECK_EQUAL(outcome.peer, 1);
 }
 
-// Rank 1 writes nonsense into what it shares with rank 0, while all three ranks want to exchange something.
+// Rank 1 writes invalid data into what it shares with rank 0, while all three ranks run an exchange.
 template <class Write>
 void check_that_nonsense_costs_its_writer_alone(Write write) {
     // Eager enough to fill the ring at once, so that its writer looks how far its reader has read.
@@ -224,7 +224,7 @@ void check_that_nonsense_costs_its_writer_alone(Write write) {
         CHECK(told.status == Status::peer_left || told.status == Status::peer_failed);
         CHECK((told.failure_cause == FailureCause{1, Status::memory_broken}));
     }
-    // Nobody can exchange anything with both, but with either.
+    // No rank can exchange anything with both, but with either.
     CHECK(team[0].near() == std::vector<std::uint16_t>{2});
     CHECK(wait_for(team[0], team[0].post(job.spec(0, 3))).status == Status::peer_left);
     for (const auto& [one, other] : {std::pair<std::uint16_t, std::uint16_t>{0, 2}, {1, 2}}) {
@@ -268,7 +268,7 @@ TEST(a_record_that_is_nonsense_costs_only_the_rank_that_wrote_it) {
     check_that_nonsense_costs_its_writer_alone([&](const RingMemory& to_zero, const RingMemory&) {
         overwrite(to_zero, {.bytes = 0xffff'ffff, .kind = Kind::data}, Record::size(1'000));
     });
-    // Beyond the end of the shelf, by a little and by so much that the sum has more than 32 bits.
+    // Beyond the end of the broadcast buffer, by a little and by so much that the sum has more than 32 bits.
     for (const std::uint32_t position : {std::uint32_t{BroadcastMemory::capacity - 999}, 0xffff'fff0U}) {
         check_that_nonsense_costs_its_writer_alone([&](const RingMemory& to_zero, const RingMemory&) {
             overwrite(to_zero, {.bytes = 1'000, .kind = Kind::data, .in_broadcast_buffer = 1, .position = position},
@@ -286,7 +286,7 @@ TEST(a_record_that_means_nothing_is_counted_and_passed_over) {
     team[0].use_shared_memory(1, 0);
     AllToAll job(2, 1, [](auto, auto) { return std::size_t{1'000}; });
     const std::uint64_t id = team[0].post(job.spec(0, 0));
-    // No such chunk, a stage that the exchange does not have, and flags that nobody knows.
+    // No such chunk, a stage that the exchange does not have, and unknown flags.
     std::uint64_t tail = 0;
     for (const Record& record : {Record{.chunk = 9, .message_bytes = 1'000, .kind = Kind::data},
                                  Record{.message_bytes = 1'000, .kind = Kind::data, .flags = 0xff},

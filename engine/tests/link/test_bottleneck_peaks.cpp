@@ -1,4 +1,4 @@
-// What a line carried at most, over windows.
+// Peak rates of a bottleneck, over windows.
 #include "check.hpp"
 #include "link/bottleneck_peaks.hpp"
 

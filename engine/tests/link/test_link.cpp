@@ -1,4 +1,4 @@
-// Packet numbers, their fates and reports: both halves of a link, alone and together.
+// Packet numbers, acknowledgement, loss detection and reports: both halves of a link, alone and together.
 #include <deque>
 #include <map>
 #include <random>
@@ -24,7 +24,7 @@ Report report_of(std::uint64_t largest, const std::set<std::uint64_t>& arrived, 
     return report;
 }
 
-// A sender that remembers what it was told; a flight's `chunk` is its number.
+// A sender that records acknowledgements and losses; a flight's `chunk` is its number.
 struct Sender {
     Outbound out{credit, start};
     std::vector<std::uint32_t> acked, lost;
@@ -291,7 +291,7 @@ TEST(abandoned_flights_are_lost_at_once_and_free_the_window) {
     CHECK_EQUAL(sender.out.loss_at(), never);
     sender.mark_all_lost();
     CHECK_EQUAL(sender.lost.size(), 90U);
-    // The peer is heard again: it had got one of them after all.
+    // The peer is reachable again: it had received one of them after all.
     CHECK_EQUAL(sender.send(start + second), 101U);
     sender.settle(report_of(101, {50, 51, 101}), start + second + millisecond);
     CHECK(sender.acked == (std::vector<std::uint32_t>{51, 101}));  // 50 was a report
@@ -409,7 +409,7 @@ TEST(every_flight_gets_a_fate_and_the_window_adds_up_under_loss_both_ways) {
         if (now >= sender.out.loss_at()) sender.expire(now);
         CHECK(sender.out.in_flight_bytes() <= credit);
     }
-    // A last datagram, well after the rest, settles all that came before.
+    // A last datagram, well after the rest, settles all that was sent before.
     now += second;
     in.arrive(sender.send(now, 1), 1, true, now);
     sender.settle(in.make_report(credit, 0, now), now + millisecond);
@@ -433,7 +433,7 @@ TEST(it_gets_dark_when_answers_are_overdue_until_one_comes_or_too_much_was_sent)
     CHECK_EQUAL(sender.out.ack_overdue_at(), never);
     const std::uint64_t first = sender.send(start);
     CHECK_EQUAL(sender.out.ack_overdue_at(),
-                never);  // nothing was ever answered: nobody knows how long an answer takes
+                never);  // nothing was ever answered: the round trip is unknown
     sender.settle(report_of(first, {first}), start + millisecond);
     CHECK_EQUAL(sender.out.ack_overdue_at(), never);  // nothing is in flight
 
@@ -444,13 +444,13 @@ TEST(it_gets_dark_when_answers_are_overdue_until_one_comes_or_too_much_was_sent)
     now = due;
     CHECK(sender.out.ack_overdue(now) && !sender.out.ack_overdue(now - 1));
     last = sender.send(now);
-    CHECK(sender.out.ack_overdue(now));  // what is sent in the dark does not make it light
+    CHECK(sender.out.ack_overdue(now));  // sending more does not end it
     sender.settle(report_of(last, {last}), now + millisecond);
     CHECK(!sender.out.ack_overdue(now + millisecond));
 
     now += second;
     for (int i = 0; i < 2000; ++i) sender.send(now);
-    CHECK_EQUAL(sender.out.ack_overdue_at(), never);  // nobody may be there at all
+    CHECK_EQUAL(sender.out.ack_overdue_at(), never);  // the peer may not exist at all
 }
 
 TEST(burst_is_the_mean_number_of_losses_in_a_row) {

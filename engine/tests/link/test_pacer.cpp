@@ -1,3 +1,4 @@
+// Pacing: the token bucket keeps its rate, its burst and its rest.
 #include <cmath>
 #include <cstdint>
 

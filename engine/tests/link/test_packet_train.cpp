@@ -1,4 +1,4 @@
-// What the spacing of the first datagrams shows.
+// Packet-train estimates: what the spacing of the first datagrams shows.
 #include "check.hpp"
 #include "link/packet_train.hpp"
 
@@ -8,8 +8,8 @@ namespace {
 
 constexpr std::uint32_t datagram = 1'000;
 
-// Sends `count` datagrams every `sending`, which arrive every `arriving_us`, but for those of which `lost` says so. Each is
-// timed by a report of its own. Returns the last finding.
+// Sends `count` datagrams every `sending`, which arrive every `arriving_us`, but for those of which `lost` says so.
+// Each is timed by a report of its own. Returns the last estimate.
 template <class Lost>
 Dispersion run(int count, Nanos sending, std::uint32_t arriving_us, Lost&& lost, std::uint32_t clock_us = 0xffff'fff0) {
     PacketTrain train;

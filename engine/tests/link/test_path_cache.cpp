@@ -1,3 +1,4 @@
+// The cache of path metrics: what it returns, and what it forgets.
 #include "check.hpp"
 #include "congestion/path_cache.hpp"
 

@@ -1,4 +1,4 @@
-// Rate control on a line without foreign traffic: one link, or several links of the same job.
+// Congestion control on a bottleneck without foreign traffic: one link, or several links of the same job.
 #include "bottleneck.hpp"
 
 using namespace storm;
@@ -67,7 +67,7 @@ TEST(competing_senders_share_a_shallow_queue_without_overflow) {
                 noisy.links = static_cast<std::size_t>(senders);
                 Bottleneck network(noisy, 4);
                 for (int i = 0; i < senders; ++i) network.add(RateMode::automatic);
-                network.run(3 * second + rounds(path, 50));  // past the first dip, in which all see the bare path
+                network.run(3 * second + rounds(path, 50));  // past the first PROBE_RTT, in which all see the bare path
                 network.measure();
                 network.run(3 * second + rounds(path, 100));
                 CHECK(network.overflow() < 0.01);
@@ -217,7 +217,7 @@ TEST(a_full_window_waits_for_a_report) {
         if (now < 5 * millisecond) at_once = in_flight;
     }
     CHECK(at_once >= 2 * 1472 && at_once <= 65'536);
-    // A little more leaves before anything is answered, slowly: the path may be long, and it may be thin.
+    // A little more is sent before anything is answered, slowly: the path may be long, and it may be slow.
     CHECK(in_flight > at_once && in_flight <= 128 * 1472);
     CHECK(static_cast<double>(in_flight - at_once) <= 1.05e6 * static_cast<double>(now) * 1e-9);
     CHECK_EQUAL(control.min_rtt(), never);

@@ -1,4 +1,4 @@
-// Rate control on a line that it shares with others: what it takes, and what it leaves.
+// Congestion control on a bottleneck with other traffic: what it takes, and what it leaves.
 #include "bottleneck.hpp"
 
 using namespace storm;
@@ -66,7 +66,7 @@ TEST(low_priority_leaves_nine_tenths_to_others_and_returns_when_they_leave) {
     }
 }
 
-// Measured: 0.32 of the line over the long path and 0.44 over the short one, 0.39 where TCP came first.
+// Measured: 0.32 of the bottleneck over the long path and 0.44 over the short one, 0.39 where TCP started first.
 TEST(beside_a_bulk_tcp_flow_both_keep_a_good_part_of_the_line) {
     for (const Path& path : {wan, lab}) {
         const Shares shares = beside_cubic(path, RateMode::automatic, 3, false);
@@ -104,14 +104,14 @@ TEST(yielding_to_latency_leaves_most_to_a_bulk_tcp_flow) {
     for (const Path& path : paths) {
         // Over a long path, what counts as a queue is longer: 0.78 there.
         CHECK(beside_cubic(path, RateMode::low_latency, 3, false).tcp > (path.rtt > 10 * millisecond ? 0.7 : 0.9));
-        // A queue that never empties looks like a part of the path to whoever comes later.
+        // A queue that never empties looks like a part of the path to a flow that starts later.
         CHECK(beside_cubic(path, RateMode::low_latency, 3, true).tcp > 0.7);
     }
 }
 
 TEST(yielding_to_latency_notices_who_keeps_the_queue_short) {
     for (const Path& path : paths) {
-        if (path.rtt > 10 * millisecond) continue;  // there, so short a queue counts as none
+        if (path.rtt > 10 * millisecond) continue;  // there, such a short queue counts as none
         Bottleneck network(path, 19);
         const std::size_t low = network.add(RateMode::low_latency);
         network.run(second);

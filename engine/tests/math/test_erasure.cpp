@@ -1,4 +1,4 @@
-// The erasure code: whatever is missing comes back, from any parity that is enough, and from nothing less.
+// The erasure code: what is missing is restored from any sufficient parity, and from nothing less.
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -32,7 +32,7 @@ struct Block {
         encode_parity(chunks, 0, outs, bytes);
     }
 
-    // Decodes from what is present; true if all data came back.
+    // Decodes from what is present; true if all data was restored.
     [[nodiscard]] bool survives(const std::vector<bool>& has_data, std::vector<std::size_t> parities) const {
         std::vector<ErasureDecoder::Chunk> chunks;
         std::vector<Buffer> restored(data.size());

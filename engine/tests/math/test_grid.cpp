@@ -1,4 +1,4 @@
-// Eight and four bits per element: unbiased, within half a step, each chunk on its own, NaN for blocks that are not finite.
+// int8 and int4 quantisation: unbiased, within half a step, each chunk on its own, NaN for blocks that are not finite.
 #include <algorithm>
 #include <array>
 #include <cmath>

@@ -1,3 +1,4 @@
+// Sums, copies and conversions: every instruction set gives the same bits as plain loops.
 #include <algorithm>
 #include <bit>
 #include <cmath>

@@ -1,4 +1,4 @@
-// One rank's shard, chunk by chunk: what the sum is, when it is final, and who counted.
+// Reduction of one rank's shard, chunk by chunk: what the sum is, when it is final, and which ranks counted.
 #include <algorithm>
 #include <array>
 #include <cmath>

@@ -1,4 +1,4 @@
-// The size that a path carries: found when large datagrams vanish, never lowered by loss alone, raised again when it can be.
+// Path MTU discovery: found when large datagrams vanish, never lowered by loss alone, raised again when possible.
 #include <random>
 
 #include "check.hpp"
@@ -21,7 +21,7 @@ struct Path {
             path.on_acked(bytes, now);
         }
     }
-    // Data of full size and what the search asks for, for some time.
+    // Sends data of full size and the search's probes, for some time.
     void run(Nanos duration, Nanos every = millisecond) {
         for (const Nanos until = now + duration; now < until; now += every) {
             if (path.tick(now)) ++changes;

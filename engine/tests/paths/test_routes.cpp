@@ -1,4 +1,4 @@
-// Where datagrams go: which address takes the place of another, and which does not.
+// NAT traversal and connection migration: which address replaces another, and which does not.
 #include "check.hpp"
 #include "paths/routes.hpp"
 
@@ -82,7 +82,7 @@ TEST(address_that_answers_is_not_left_for_another_that_answers_too) {
     }
     CHECK(world.routes.present()[1] == card);
     CHECK_EQUAL(world.moves, 0U);
-    CHECK(world.sent.size() <= 20);  // however often it is heard: about two pings per second
+    CHECK(world.sent.size() <= 20);  // however often it is seen: about two pings per second
 }
 
 TEST(rebound_peer_moves_once_its_former_address_has_had_time_to_answer) {
@@ -95,7 +95,7 @@ TEST(rebound_peer_moves_once_its_former_address_has_had_time_to_answer) {
     CHECK(world.routes.present()[1] == card);  // its answer may be under way
     world.run(200 * millisecond);
     CHECK(world.routes.present()[1] == elsewhere);
-    // And once more: the address that was learned gives way, too.
+    // And once more: a learned address is replaced, too.
     world.alive = {third};
     world.run(second);
     (void)world.routes.heard(1, third, true, world.now);

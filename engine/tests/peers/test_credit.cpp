@@ -1,3 +1,4 @@
+// Flow control: how credit and the bottleneck are shared between peers.
 #include <random>
 #include <vector>
 

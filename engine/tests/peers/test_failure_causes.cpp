@@ -1,3 +1,4 @@
+// FailureCauses: which error a goodbye names, and when an error is healed.
 #include "check.hpp"
 #include "peers/failure_causes.hpp"
 
@@ -49,7 +50,7 @@ TEST(error_heals_when_the_culprit_takes_part_again_and_not_before) {
     CHECK(causes.last() == third);
     causes.on_success(6 * second, std::nullopt);  // without the culprit
     CHECK(causes.last() == third);
-    causes.on_success(6 * second, 5 * second);  // the culprit was not heard since
+    causes.on_success(6 * second, 5 * second);  // nothing has arrived from the culprit since
     CHECK(causes.last() == third);
     causes.on_success(6 * second, 6 * second);
     CHECK(!causes.last());

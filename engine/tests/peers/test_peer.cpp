@@ -1,3 +1,4 @@
+// Peer and Peers: liveness, blocked paths, and which peers must be looked at.
 #include <memory>
 
 #include "check.hpp"

@@ -1,4 +1,4 @@
-// Peers whose kernel says that nobody listens: a reason to ask at once, and to give up only what stays silent.
+// ICMP port unreachable: makes us ping the peer at once, and counts it as dead only if it stays silent.
 #include <array>
 
 #include "jobs.hpp"
@@ -25,12 +25,12 @@ struct Pair {
         own.secrets.cookie = 0x5eed'c0de'1234'5678ULL;
         return own;
     }
-    // Lets time pass while a kernel answers each 50 ms, by quoting what was sent last.
+    // Lets time pass while a kernel sends port unreachable every 50 ms, quoting what was sent last.
     void refuse_for(Nanos time, std::size_t quoted = 548) {
         for (const Nanos until = net.now() + time; net.now() < until; net.run(50 * millisecond)) {
             const std::span<const std::byte> bytes(last);
             net.core(0).refused(1, bytes.first(std::min(quoted, bytes.size())), net.now());
-            net.inject(0, Buffer(1));  // whoever drives a core looks at it after that
+            net.inject(0, Buffer(1));  // a driver runs the core after that
         }
     }
 
@@ -69,7 +69,7 @@ TEST(single_refusals_are_forgotten_and_a_sign_of_life_begins_anew) {
     for (Nanos now = second; now < 100 * second; now += 5 * second) {
         CHECK(!unreachable.on_unreachable(now));
         for (Nanos later = now; later < now + 5 * second; later += 10 * millisecond) (void)unreachable.probe_due(later);
-        CHECK(unreachable.timer() == never);  // it is not asked for ever
+        CHECK(unreachable.timer() == never);  // pings do not go on for ever
     }
     for (Nanos now = 200 * second; now < 210 * second; now += 10 * millisecond) {
         CHECK(!unreachable.on_unreachable(now));
@@ -78,7 +78,7 @@ TEST(single_refusals_are_forgotten_and_a_sign_of_life_begins_anew) {
     }
 }
 
-// A kernel answers a few times at once, and then once a second.
+// A kernel sends a few reports at once, and then one a second.
 TEST(two_refusals_a_second_apart_are_enough) {
     PortUnreachable unreachable(10 * second);
     Nanos now = second;
@@ -105,7 +105,7 @@ TEST(refusals_end_nothing_while_the_peer_answers_or_where_they_quote_nothing_of_
     Pair job;
     AllToAll first = small_job(1);
     const std::uint64_t id = job.net.post(0, first.spec(0, 0));
-    job.refuse_for(5 * second);  // the peer lives, and is late
+    job.refuse_for(5 * second);  // the peer is alive, but late
     CHECK(job.net.take_finished(0).empty());
     job.dark = true;
     job.refuse_for(3 * second, 8);  // no more than ports and lengths, which can be guessed
@@ -123,7 +123,7 @@ TEST(member_at_whose_port_nobody_listens_is_left_out_at_once) {
             World world(5, 8, dead);
             world.run_for(3 * World::silence);
             world.kill(dead);
-            // One that knows is enough: the others would wait for a silence.
+            // One rank that knows is enough: the others would wait for a silence.
             world.at(knows).views->refused(dead, world.now());
             world.run_for(World::silence / 10);
             Ranks rest;

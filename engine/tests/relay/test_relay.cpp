@@ -230,7 +230,7 @@ TEST(a_trace_is_replayed_in_a_loop_until_it_is_ended) {
     net.tell("trace 0 1 -");
     net.send(0, 1);
     CHECK_EQUAL(net.arrived.size(), 40U);   // back to a loss of 1
-    CHECK_EQUAL(net.link(0, 1).seen, 51U);  // counted on, though the fates began anew
+    CHECK_EQUAL(net.link(0, 1).seen, 51U);  // counted on, though the random sequence restarted
     CHECK_EQUAL(net.link(0, 1).lost, 11U);
 }
 
@@ -363,7 +363,7 @@ TEST(packets_that_are_not_for_a_host_here_are_strays) {
         {},
         {std::byte{0x45}},
         packet_to(first_address),      // to itself
-        packet_to(first_address + 9),  // to nobody
+        packet_to(first_address + 9),  // to no host
         packet_to(0xe000'0001),        // multicast
         packet_to(0xffff'ffff),        // broadcast
         bent(0, 0x65),                 // IPv6
@@ -381,7 +381,7 @@ TEST(packets_that_are_not_for_a_host_here_are_strays) {
     options_beyond_the_end[0] = std::byte{0x4f};
     strays.push_back(options_beyond_the_end);
     for (const auto& packet : strays) net.send_bytes(0, packet);
-    net.relay.receive(0, Relay::max_packet_bytes + 1, net.now);  // a length that lies
+    net.relay.receive(0, Relay::max_packet_bytes + 1, net.now);  // a false length
     CHECK_EQUAL(net.relay.stats().strays, strays.size() + 1);
     CHECK_EQUAL(net.arrived.size(), 0U);
     for (const std::size_t bytes : {std::size_t{20}, Relay::max_packet_bytes}) net.send(0, 1, 0, bytes);

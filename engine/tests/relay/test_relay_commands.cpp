@@ -1,3 +1,4 @@
+// Commands to the relay: what each sets, and the error that each mistake gives.
 #include <stdexcept>
 #include <string>
 

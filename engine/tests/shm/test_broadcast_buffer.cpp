@@ -1,4 +1,4 @@
-// The shelf as its owner sees it: where items go, and how long they stay.
+// The owner's side of a broadcast buffer: where items are put, and how long they stay.
 #include <cstring>
 #include <deque>
 #include <map>

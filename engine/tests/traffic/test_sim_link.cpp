@@ -1,4 +1,4 @@
-// Lines with two classes: what each class gets, what waits, and what is dropped.
+// Links with two classes: what each class gets, what waits, and what is dropped.
 #include <vector>
 
 #include "check.hpp"
@@ -25,7 +25,7 @@ double low_part(const SimLinkSettings& settings, Nanos span) {
     }
     const auto normal = static_cast<double>(line.counts(Priority::normal).bytes);
     const auto low = static_cast<double>(line.counts(Priority::low).bytes);
-    // Neither faster than the line nor ever idle.
+    // Neither faster than the link nor ever idle.
     const double whole = settings.bytes_per_s * static_cast<double>(span) * 1e-9 + settings.burst_bytes;
     CHECK(normal + low > whole - 2 * packet && normal + low < whole + 2 * packet);
     return low / (normal + low);
@@ -130,7 +130,7 @@ TEST(each_class_drops_and_counts_what_its_own_queue_cannot_hold) {
     settings.low_queue_bytes = 2 * packet;
     SimLink line(settings);
     CHECK(line.offer(0, packet, Priority::normal, second));
-    (void)line.take(second);  // on the line: waits no more
+    (void)line.take(second);  // on the link: waits no more
     for (std::uint32_t i = 0; i < 10; ++i) {
         CHECK_EQUAL(line.offer(i, packet, Priority::normal, second), i < 5);
         CHECK_EQUAL(line.offer(i, packet, Priority::low, second), i < 2);

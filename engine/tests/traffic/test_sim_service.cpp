@@ -1,4 +1,4 @@
-// The service in simulations: times that can be computed by hand, lines that are shared, and losses that TCP repairs.
+// The service in simulations: times that can be computed by hand, shared links, and losses that TCP repairs.
 #include <algorithm>
 #include <cstdlib>
 #include <vector>
@@ -21,7 +21,7 @@ SwitchSettings lines(std::size_t queue_bytes = 512 << 10) {
     return {.up = up, .down = down, .delay = delay};
 }
 
-// A service without arrivals of its own: tests ask.
+// A service without arrivals of its own: tests send the requests.
 struct World {
     explicit World(std::size_t hosts, const SwitchSettings& settings = lines(), std::uint32_t response = 100'000)
         : network(hosts, settings), service({.response_bytes = response}, hosts, second) {}
@@ -78,7 +78,7 @@ TEST(a_response_of_ten_segments_leaves_in_one_window) {
 }
 
 TEST(the_eleventh_segment_waits_for_an_acknowledgement_of_the_first_two) {
-    // On a long line the window is much shorter than a round trip.
+    // On a long link the window is much shorter than a round trip.
     SwitchSettings far = lines();
     far.delay = 10 * millisecond;
     World world(2, far, 11 * 1448);
@@ -210,7 +210,7 @@ TEST(all_requests_are_answered_in_the_end_however_much_was_lost) {
     SharedNetwork network(4, {.network = lines(20 << 10)});
     config.medium = &network;
     Sim sim(config);
-    network.serve({.requests_per_s = 8000, .seed = 4}, sim.now());  // more than the lines carry
+    network.serve({.requests_per_s = 8000, .seed = 4}, sim.now());  // more than the links carry
     sim.run_until(sim.now() + second / 4);
     network.service().stop();
     CHECK(network.service().timeouts() > 10);

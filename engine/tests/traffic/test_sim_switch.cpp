@@ -1,4 +1,4 @@
-// Hosts in racks: what stays in a rack does not meet the line between racks, and what leaves it does.
+// Hosts in racks: traffic inside a rack does not use the link between racks, other traffic does.
 #include <stdexcept>
 #include <vector>
 
@@ -11,7 +11,7 @@ using namespace storm::check;
 namespace {
 
 constexpr double host_bytes_per_s = 125e6;
-constexpr std::uint32_t packet_bytes = 1'250;  // ten microseconds of a host's line
+constexpr std::uint32_t packet_bytes = 1'250;  // ten microseconds of a host's link
 
 SwitchSettings racks_of_two(double trunk_bytes_per_s, std::size_t trunk_queue_bytes) {
     const SimLinkSettings host{.bytes_per_s = host_bytes_per_s, .queue_bytes = 0};

@@ -1,3 +1,4 @@
+// Paxos acceptor and proposal: promises, the value of the highest ballot, start positions of sessions.
 #include "check.hpp"
 #include "views/ballots.hpp"
 

@@ -1,3 +1,4 @@
+// Failure detector: silence, goodbyes, dead links, and the choice of members that can all reach each other.
 #include "check.hpp"
 #include "views/connectivity.hpp"
 
@@ -18,7 +19,7 @@ Ranks without(Ranks all, std::size_t rank) {
     return all;
 }
 
-// Rank 0 of five who all hear each other.
+// Rank 0 of five ranks that can all reach each other.
 Connectivity whole() {
     Connectivity net(0, 8, silence);
     for (std::uint16_t rank = 1; rank < 5; ++rank) {
@@ -62,7 +63,7 @@ TEST(blocked_path_is_a_dead_link_for_a_while) {
 TEST(whoever_has_most_bad_links_goes_and_of_equals_the_highest_rank) {
     Connectivity net = whole();
     CHECK(net.choose(first(5), {}) == first(5));
-    net.report(1, without(first(5), 4), second);  // the link is dead even if only one end says so
+    net.report(1, without(first(5), 4), second);  // the link is dead even if only one end reports it
     CHECK(net.choose(first(5), {}) == first(4));
     net.report(3, without(first(5), 1), second);
     CHECK(net.choose(first(5), {}) == without(first(5), 1));

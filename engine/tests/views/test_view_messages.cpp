@@ -1,3 +1,4 @@
+// View messages: writer, parser and quorum rule.
 #include "check.hpp"
 #include "views/view_messages.hpp"
 
@@ -7,7 +8,7 @@ namespace {
 
 constexpr std::uint16_t capacity = 256;
 
-// The largest view there can be: everybody was restarted, many leave.
+// The largest possible view: all ranks were restarted, many leave.
 View largest_view() {
     View view{.number = 0xffff'fffe};
     for (std::uint16_t rank = 0; rank < 256 - most_leaving; ++rank) view.members.push_back({rank, (1U << 21) - 1});

@@ -1,3 +1,4 @@
+// Membership under virtual time: heartbeats, joins, leaves, network partitions, crashes and agreement on views.
 #include "check.hpp"
 #include "views_world.hpp"
 
@@ -13,7 +14,7 @@ Ranks ranks(std::initializer_list<std::uint16_t> all) {
     return set;
 }
 
-// Everybody in the set has the same view, of exactly the set.
+// All ranks in the set have the same view, whose members are exactly the set.
 void check_agreed(World& world, const Ranks& set) {
     std::optional<View> first;
     for (const std::uint16_t rank : set) {
@@ -33,7 +34,7 @@ TEST(nobody_proposes_where_no_change_is_wanted) {
     world.run_for(100 * silence);
     CHECK_EQUAL(world.decided().size(), 1U);
     CHECK_EQUAL(world.view(3).number, 1U);
-    // Ten beats a silence to each of four peers, and little more.
+    // Ten beats per silence to each of four peers, and little more.
     CHECK(world.notes() < 5 * 4 * 10 * 100 * 12 / 10);
 }
 
@@ -200,7 +201,7 @@ TEST(frozen_process_makes_no_step_until_the_view_is_known) {
     CHECK(views.frozen());
     CHECK(!views.advance({World::session, 2, 1}));
     CHECK(views.advance({World::session, 1, 1}));
-    // Whoever promised and hears no more takes the matter over.
+    // A process that promised and receives nothing more proposes itself.
     world.run_for(silence);
     check_agreed(world, ranks({0, 1, 2}));
     CHECK_EQUAL(world.view(1).number, 2U);
@@ -218,7 +219,7 @@ TEST(step_that_was_made_in_an_older_view_does_not_count_beyond_the_start_of_the_
     CHECK(!views.advance({World::session, 5, 1}));
     CHECK(views.advance({World::session, 4, 2}));
     CHECK(views.advance({World::session, 5, 2}));
-    // The other one was behind, and may come up to the start.
+    // The other process was behind, and may advance up to the start.
     CHECK(world.at(0).views->advance({World::session, 4, 1}));
     CHECK(!world.at(0).views->advance({World::session, 5, 1}));
 }
@@ -246,7 +247,7 @@ TEST(newcomer_that_hears_of_the_next_view_first_settles_in_the_one_from_which_al
     world.join(3, 0);
     world.run_for(silence);
     check_agreed(world, ranks({0, 1, 2, 3}));
-    // The newcomer has what it needs, as all others know, but has not heard that of the one who goes now.
+    // The newcomer has settled, as all others know, but has not learned that of the process that leaves now.
     for (const std::uint16_t rank : {std::uint16_t{0}, std::uint16_t{1}})
         CHECK(world.at(rank).views->advance({World::session, 5, 2}));
     Views& views = *world.at(3).views;
@@ -273,7 +274,7 @@ TEST(process_that_holds_nothing_does_not_go_on_without_those_who_do) {
     check_agreed(world, ranks({0, 1}));
     CHECK(world.at(1).views->blank(World::session));
     CHECK(!world.at(0).views->blank(World::session));
-    // Now the one who knows leaves without a word. The other would be no quorum; if it were, it would still wait.
+    // Now the process with state leaves without a goodbye. The other is no quorum; if it were, it would still wait.
     world.close(0);
     world.run_for(3 * silence);
     CHECK_EQUAL(world.view(1).number, 3U);
@@ -295,7 +296,7 @@ TEST(processes_that_hold_nothing_learn_that_all_who_did_are_gone_for_good) {
         world.run_for(3 * silence);
         CHECK_EQUAL(world.view(1).number, before);
         if (!returns) continue;
-        // Its successor says that it is gone: the others have nobody to wait for, and what they begin has nothing.
+        // Its successor shows that it is gone: the others have no process to wait for, and their new view has no state.
         world.join(0, 1);
         world.run_for(3 * silence);
         check_agreed(world, ranks({0, 1, 2}));

@@ -1,3 +1,4 @@
+// The queue of control datagrams, and how many copies of each are sent.
 #include "check.hpp"
 #include "wire/controls.hpp"
 
@@ -13,7 +14,7 @@ TEST(equal_controls_are_sent_once_and_others_in_the_order_they_came) {
     CHECK(controls.pop() == (Control{.kind = Kind::done, .channel = 1, .seq = 2}));
     CHECK(controls.pop() == (Control{.kind = Kind::ready, .channel = 1, .seq = 3}));
     CHECK(controls.empty());
-    // What was sent may be said again.
+    // What was sent may be queued again.
     controls.push({.kind = Kind::ready, .channel = 1, .seq = 2});
     CHECK(!controls.empty());
 }

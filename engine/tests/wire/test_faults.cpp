@@ -1,4 +1,4 @@
-// FaultyLink: what becomes of the datagrams of one link.
+// FaultyLink: which datagrams of one link are lost, delayed or corrupted.
 // Every random test has a fixed seed; bounds are five standard deviations, so a failure is a fault of the code.
 #include <array>
 #include <cmath>
@@ -88,7 +88,7 @@ TEST(shared_loss_takes_the_same_chunks_from_all_receivers) {
                       .seq = static_cast<std::uint32_t>(i / 100),
                       .chunk = static_cast<std::uint32_t>(i % 100)};
     };
-    // By place in the sequence, whatever the order of arrival.
+    // By position in the sequence, whatever the order of arrival.
     const auto lost_of = [&](const LinkFaults& f, std::uint64_t seed, std::uint16_t source, std::uint16_t target,
                              std::uint8_t flags = 0, Kind kind = Kind::data, bool backwards = false) {
         FaultyLink link(f, seed, source, target);
@@ -119,7 +119,7 @@ TEST(shared_loss_takes_the_same_chunks_from_all_receivers) {
     for (const auto& other :
          {next, lost_of(only, 6, 0, 1), lost_of(only, 5, 1, 2), lost_of(only, 5, 0, 1, flag_second_stage)})
         CHECK(near(mean(both(base, other)), 0.04, deviation(0.04, n)));
-    // A repair goes to one receiver; were it lost as the chunk was, it would be lost for ever.
+    // A retransmission goes to one receiver; were it lost as the chunk was, it would be lost for ever.
     for (const auto& [flags, kind] : {std::pair{flag_repair, Kind::data}, std::pair{std::uint8_t{0}, Kind::report}}) {
         const auto one = lost_of(only, 5, 0, 1, flags, kind), two = lost_of(only, 5, 0, 2, flags, kind);
         CHECK(near(mean(one), 0.2, deviation(0.2, n)));

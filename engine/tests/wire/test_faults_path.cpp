@@ -1,4 +1,4 @@
-// FaultPath: datagrams that meet their fates on the way to an endpoint, what it holds of them, and its settings.
+// FaultPath: faults on the receive path of an endpoint, the datagrams that it holds, and its settings.
 // Every random test has a fixed seed, so a failure is a fault of the code.
 #include <algorithm>
 #include <array>
@@ -23,8 +23,8 @@ std::shared_ptr<const FaultSettings> everywhere(const LinkFaults& faults, std::u
     return std::make_shared<const FaultSettings>(FaultSettings{.seed = seed, .default_link = faults});
 }
 
-// An endpoint of rank 1 behind a FaultPath. Datagrams are numbered; buffers are overwritten after use, by the core as by
-// the kernel, so whoever keeps a reference instead of a copy is found out.
+// An endpoint of rank 1 behind a FaultPath. Datagrams are numbered; buffers are overwritten after use, by the core as
+// by the kernel, so code that keeps a reference instead of a copy fails.
 struct Receiver {
     FaultPath path{1};
     std::vector<std::uint32_t> got;
@@ -272,7 +272,7 @@ TEST(what_is_held_is_bounded_in_datagrams_and_in_bytes) {
             CHECK(receiver.balanced());
             receiver.release_all();
             CHECK_EQUAL(receiver.got.size(), fits);
-            receiver.receive(0, 3 * second, 0, bytes);  // there is room again
+            receiver.receive(0, 3 * second, 0, bytes);  // there is space again
             CHECK(c.held > fits);
         }
     }

@@ -1,4 +1,5 @@
-// Chunks in pieces: every cut covers its chunk, and what a receiver puts together is what was cut, in any order.
+// Fragmentation and reassembly: every layout covers its chunk, and a receiver restores the chunk from pieces in any
+// order.
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -51,7 +52,7 @@ TEST(cut_within_a_datagram_covers_the_chunk_with_pieces_that_fit) {
                     covered += layout.size(piece);
                 }
                 CHECK_EQUAL(covered, chunk);
-                // The receiver, who is told the number of pieces alone, cuts alike.
+                // The receiver, which gets only the number of pieces, computes the same layout.
                 CHECK_EQUAL(PieceLayout(chunk, layout.count).bytes, layout.bytes);
             }
         }

@@ -1,3 +1,4 @@
+// Checksums and encryption: CRC32C and AES-GCM against published values, and which datagrams a receiver accepts.
 #include <algorithm>
 #include <cstring>
 #include <random>

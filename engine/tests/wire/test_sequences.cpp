@@ -1,3 +1,4 @@
+// Sequence numbers of channels: posted once, in bounded memory.
 #include <random>
 #include <set>
 #include <stdexcept>

@@ -1,3 +1,4 @@
+// Slots of outgoing messages: a handle never finds another message.
 #include <random>
 #include <vector>
 

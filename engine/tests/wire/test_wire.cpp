@@ -1,4 +1,4 @@
-// The layout of a datagram: parsing gives back what was written, and refuses everything else.
+// The wire format: parsing returns what was written, and refuses everything else.
 #include <algorithm>
 #include <cstring>
 #include <random>

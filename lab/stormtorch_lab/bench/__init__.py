@@ -1,4 +1,4 @@
-"""Benchmarks that measure stormtorch and its peers in the same run; `stormtorch bench` is their command line.
+"""Benchmarks of stormtorch against gloo, MPI and DDP in the same run; `stormtorch bench` is their command line.
 
-Begin with `suite.py`, which runs all of them, and `backends.py`, the contenders.
+Start with `suite.py`, which lists all of them, and `backends.py`, the compared backends.
 """

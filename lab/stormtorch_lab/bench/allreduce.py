@@ -1,4 +1,4 @@
-"""All-reduce of large tensors beside gloo, in interleaved rounds: on loopback, or on the hosts of a lab.
+"""All-reduce of large tensors against gloo, in interleaved rounds: on loopback, or on the hosts of a lab.
 
 report = run_allreduce(AllReduceSettings(ranks=4, mb=(25.0,), faults=0.01))
 report = run_allreduce(AllReduceSettings(ranks=4, network=Conditions(rate="400mbit", loss=0.1), backends=LAB_DEFAULT))
@@ -30,8 +30,8 @@ from stormtorch_lab.netns.conditions import Conditions
 from stormtorch_lab.netns.lab import Lab
 
 LINE_IDEAL = (
-    "computed: 2(n-1)/n x bytes x 8 / rate, what each of n hosts must send and receive, at the rate of its line with "
-    "nothing else on it: no headers, no loss, no round trips"
+    "computed: 2(n-1)/n x bytes x 8 / rate, the data that each of n hosts must send and receive, at the rate of its "
+    "link: no headers, no loss, no round trips, no other traffic"
 )
 
 
@@ -51,25 +51,25 @@ class AllReduceSettings:
     """Rounds before them that are checked but not counted."""
     backends: tuple[str, ...] = BACKENDS
     network: Conditions | None = None
-    """Conditions of a lab, where loss is real and meets all backends, or a cable between two; None is loopback."""
+    """Conditions of a lab, whose loss affects all backends, or a cable between two hosts; None is loopback."""
     faults: float = 0.0
-    """Fraction of the datagrams lost by fault injection, on loopback; TCP peers do not lose any."""
+    """Fraction of the datagrams dropped by fault injection, on loopback; TCP backends lose none."""
     seed: int = 0
     """Seed of the injected loss."""
     dtype: str = "float32"
     datagram_bytes: int | None = None
     """Payload of a datagram of the storm backends; None lets them choose."""
     patience_s: float = 30.0
-    """Seconds after which a call over TCP is given up, in a lab; a backend whose rounds have taken as long skips the
-    others."""
+    """Wait limit in seconds, in a lab: a call over TCP is aborted after it; a backend whose rounds have taken as long
+    skips the remaining ones."""
     timeout_s: float = 600.0
-    """Seconds after which everything must have ended."""
+    """Seconds after which the benchmark times out."""
 
     def __post_init__(self) -> None:
         check_between("ranks", self.ranks, 2, 64)
         check_between("ranks_per_host", self.ranks_per_host, 1, 32)
         if self.ranks_per_host > 1 and self.network is None:
-            raise BadSetting("ranks_per_host", "is for a lab: loopback has one host, give a --rate")
+            raise BadSetting("ranks_per_host", "needs a lab, as loopback has one host: give a --rate")
         if self.ranks % self.ranks_per_host or self.hosts < 2:
             raise BadSetting("ranks_per_host", f"must divide the ranks, {self.ranks}, among two hosts or more")
         if not self.mb:
@@ -82,13 +82,13 @@ class AllReduceSettings:
         check_between("warmup", self.warmup, 0, 1_000_000)
         check_backends(self.backends, self.network, known=(*BACKENDS, ONE_LANE), further=(FLAT,), here=(MPI,))
         if MPI in self.backends and self.dtype != "float32":
-            raise BadSetting("dtype", "must be float32 beside mpi, which knows no shorter ones")
+            raise BadSetting("dtype", "must be float32 beside mpi, which has no shorter formats")
         if self.network is not None:
             self.network.check(self.hosts)
-        # Nearer to 1, exact transfers hardly end.
+        # Closer to 1, exact transfers hardly finish.
         check_between("faults", self.faults, 0.0, 0.9)
         if self.faults and self.network is not None:
-            raise BadSetting("faults", "are for loopback; in a lab, loss is real")
+            raise BadSetting("faults", "are for loopback only; in a lab, give --loss")
         check_between("seed", self.seed, 0, 2**63)
         check_subset("dtype", (self.dtype,), tuple(DTYPES))
         if self.datagram_bytes is not None:
@@ -103,11 +103,11 @@ class AllReduceSettings:
 
 
 def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progress) -> AllReduceReport:
-    """Runs the benchmark, and returns when all ranks are gone.
+    """Runs the benchmark, and returns when all ranks have ended.
 
     Raises:
-        stormtorch_lab.jobs.failed.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
-        stormtorch_lab.netns.LabError: The lab failed, or none can be made here.
+        stormtorch_lab.jobs.failed.RankFailed: A rank failed, gave a wrong sum, or timed out.
+        stormtorch_lab.netns.LabError: The lab failed, or this machine cannot make one.
     """
     if settings.network is not None:
         with open_lab(settings.hosts, settings.network, congestion_controls(settings.backends)) as lab:
@@ -134,7 +134,7 @@ def run_allreduce(settings: AllReduceSettings, advance: Advance = ignore_progres
 
 
 def run_allreduce_in(lab: Lab, settings: AllReduceSettings, advance: Advance = ignore_progress) -> AllReduceReport:
-    """Measures in a lab whose other conditions are as asked for; the loss begins when all results were checked."""
+    """Measures in a lab with the requested conditions; the loss begins when all results are checked."""
     assert settings.network is not None
     conditions = _requested(settings) | surroundings()
     logs, where = run_in_lab(
@@ -164,7 +164,7 @@ def _schedule(settings: AllReduceSettings) -> Schedule:
         seed=settings.seed,
         dtype=settings.dtype,
         datagram_bytes=settings.datagram_bytes,
-        # Where nothing sets a rate, the limit is what the machine can copy.
+        # Without a rate, the limit is how fast the machine can copy.
         ideal=network is None or network.cable is not None,
         patience_s=settings.patience_s if lab else None,
         lab=lab,

@@ -1,4 +1,4 @@
-"""Backends that are compared: the same all-reduce by stormtorch and its peers, each with its own connections."""
+"""Backends of the all-reduce benchmark: stormtorch, gloo, MPI and a copy, each with its own connections."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,19 +22,19 @@ from stormtorch_lab.jobs.ranks import Member
 from stormtorch_lab.netns.conditions import Conditions
 
 BACKENDS = ("storm", "storm-lossy", "gloo")
-"""Backends that can be asked for."""
+"""Backends that can be chosen."""
 
 MPI = "mpi"
 """Backend on one host, where Open MPI and mpi4py are installed: mpirun then starts all ranks."""
 
 FLAT = "storm-flat"
-"""Backend in a lab: storm without the hierarchy that it chooses where hosts have several ranks."""
+"""Backend in a lab: storm without its hierarchy on hosts with several ranks."""
 
 ONE_LANE = "storm-one-lane"
-"""Backend anywhere: storm with one socket and thread, where it would choose several by cores and line."""
+"""Backend anywhere: storm with a single lane, where it would choose several by cores and link rate."""
 
 BY_TCP = ("gloo-bbr", "gloo-cubic")
-"""Further backends in a lab, where TCP meets real loss: "gloo-" is followed by its congestion control."""
+"""Further backends in a lab, where TCP has real loss: "gloo-" and the name of a congestion control."""
 
 LAB_DEFAULT = ("storm", "storm-lossy", "gloo-bbr", "gloo-cubic")
 """Backends that a lab compares by default."""
@@ -42,11 +42,11 @@ LAB_DEFAULT = ("storm", "storm-lossy", "gloo-bbr", "gloo-cubic")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Number formats that all backends can sum."""
 
-# What the kernel may hold of a stream on its way; it fits into a core's cache.
+# Size of the kernel's buffer for a stream; it fits into a core's cache.
 _IN_FLIGHT_BYTES = 1 << 20
 
 
-# Groups with a call that was given up. Freeing one would wait for it, minutes if need be; they end with the process.
+# Groups with an aborted call. Freeing one could wait minutes for that call; they end with the process.
 _ABORTED: list[GlooGroup] = []
 
 
@@ -55,9 +55,9 @@ class Backend(Protocol):
 
     name: str
     exact: bool
-    """Whether its results are exact whatever the network does."""
+    """Whether its results are exact under packet loss."""
     limit_s: float | None
-    """A call over TCP that takes longer raises `CallTimeout`; others always end by themselves."""
+    """A call over TCP that takes longer raises `CallTimeout`; other calls always end by themselves."""
 
     def all_reduce(self, tensor: torch.Tensor) -> Delivery:
         """Sums `tensor` over the ranks, in place, and returns when this rank is done."""
@@ -69,7 +69,7 @@ class Backend(Protocol):
 
 
 class Storm:
-    """stormtorch over UDP, with a transport of its own, so that its counters count nothing else."""
+    """stormtorch over UDP, with its own transport, so that its counters count nothing else."""
 
     def __init__(self, name: str, member: Member, options: Options, reliability: Reliability) -> None:
         self.name = name
@@ -112,11 +112,11 @@ class Gloo:
             if time.monotonic() - begin < self.limit_s:
                 raise  # a failure of another kind
             _ABORTED.append(self._group)
-            raise CallTimeout(f"{self.name} did not end within {self.limit_s:g} s: it needs more patience") from error
+            raise CallTimeout(f"{self.name} did not end within {self.limit_s:g} s: raise --patience-s") from error
         return Delivery()
 
     def close(self) -> None:
-        """Ends its connections: a call that was given up would go on and disturb others."""
+        """Closes its connections: an aborted call would otherwise go on and disturb others."""
         self.connections.abort()
 
 
@@ -129,7 +129,7 @@ class Mpi:
     def __init__(self) -> None:
         import mpi4py
 
-        mpi4py.rc.thread_level = "single"  # what costs least
+        mpi4py.rc.thread_level = "single"  # the cheapest level
         from mpi4py import MPI as mpi
 
         self.limit_s: float | None = None
@@ -142,21 +142,21 @@ class Mpi:
         return Delivery()
 
     def close(self) -> None:
-        """Does nothing: MPI ends with the process, on all ranks together."""
+        """Does nothing: MPI shuts down with the process, on all ranks together."""
 
 
 class Copies:
-    """No all-reduce, but what this machine needs to move as many bytes: the ideal that others are compared with.
+    """A memory copy of as many bytes as an all-reduce moves: the ideal with which backends are compared.
 
     Each rank copies 2(n-1)/n of the tensor, as much as it has to send, into a buffer as small as the kernel's and out
-    of it again. Nothing is added up, no header is written, no system call is made and nobody waits for anybody.
+    of it again. There are no sums, no headers, no system calls, and no waiting for other ranks.
     """
 
     name = "copies"
     exact = False
     MEANING = (
-        "measured in the same rounds: every rank at once copies 2(n-1)/n x bytes, what it must send, into a 1 MiB "
-        "buffer and out again, as the kernel must at least (once in, once out); slowest rank, median. "
+        "measured in the same rounds: all ranks at once copy 2(n-1)/n x bytes, the data that each must send, into a "
+        "1 MiB buffer and out again, the least that the kernel must do; slowest rank, median. "
         "No sums, no system calls."
     )
 
@@ -166,7 +166,7 @@ class Copies:
         self._buffer = torch.empty(_IN_FLIGHT_BYTES, dtype=torch.uint8)
 
     def all_reduce(self, tensor: torch.Tensor) -> Delivery:
-        """Copies as many bytes of `tensor` as an all-reduce has to move; its values stay as they are."""
+        """Copies as many bytes of `tensor` as an all-reduce has to move, without changing its values."""
         raw = tensor.view(torch.uint8)
         left = round(raw.numel() * self._share)
         while left > 0:
@@ -183,12 +183,12 @@ class Copies:
 
 
 def chosen_tcp(name: str) -> str | None:
-    """Congestion control that a backend's name asks for; None leaves the system's."""
+    """Congestion control in a backend's name; None leaves the system's."""
     return name.removeprefix("gloo").removeprefix("-") or None
 
 
 def congestion_controls(names: Sequence[str]) -> tuple[str, ...]:
-    """Congestion controls that some of these backends ask for."""
+    """Congestion controls in the names of these backends."""
     return tuple(name.removeprefix("gloo-") for name in names if name in BY_TCP)
 
 
@@ -202,8 +202,8 @@ def check_backends(
     """Raises `BadSetting` unless all of these backends can be compared there.
 
     Args:
-        names: Backends that were asked for.
-        network: Conditions of a lab; None is loopback, which has no choice of congestion control.
+        names: Chosen backends.
+        network: Conditions of a lab; None is loopback, where the congestion control is fixed.
         known: Names that loopback has.
         further: Names that a lab has in addition, beside those by TCP's congestion control.
         here: Names that loopback has in addition.
@@ -233,5 +233,5 @@ def _open_backend(name: str, member: Member, datagram_bytes: int | None) -> Back
 
 
 def _after_barrier(group: GlooGroup) -> GlooGroup:
-    group.barrier().wait()  # by now, everybody is connected
+    group.barrier().wait()  # by now, all ranks are connected
     return group

@@ -1,4 +1,4 @@
-"""Speed at which a language model learns, in seconds and not in steps: what is asked for, and what came of it.
+"""Convergence benchmark: settings and results of a language model's training, over seconds instead of steps.
 
 report = ConvergenceReport.begin(settings)
 for curve in run_convergence(settings):         # of bench/learning.py
@@ -24,12 +24,14 @@ from stormtorch_lab.tasks.models.llama import LlamaSize
 
 CLOCK = (
     "seconds of training by the slowest rank: steps, the arrival of the last parameters before an evaluation, and, "
-    "where replicas may differ, owners sending theirs to all for it; evaluations themselves are not on the clock, "
-    "nor is averaging for one where each rank trains a model of its own"
+    "if replicas may differ, the owners' broadcast of their parameters for it; the clock stops for evaluations, and "
+    "for averaging the models before one if each rank trains its own"
 )
-STEP = "zero_grad, forward, backward and AdamW at a constant rate, betas 0.9 and 0.95; one torch thread per rank"
-TURNS = "after each evaluation, whoever has trained for the shortest time goes on; all wait in the same processes"
-ONE_BY_ONE = "one after the other, each in processes of its own"
+STEP = (
+    "zero_grad, forward, backward and AdamW at a constant learning rate, betas 0.9 and 0.95; one torch thread per rank"
+)
+TURNS = "after each evaluation, the backend with the least training time goes next; all share the same processes"
+ONE_BY_ONE = "one after the other, each in its own processes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class ConvergenceSettings:
     """Settings of the benchmark."""
 
     ranks: int = 4
-    """Processes of this machine, or hosts of a lab with one each."""
+    """Processes of this machine, or hosts of a lab with one process each."""
     seconds: float = 60.0
     """Seconds of training for each backend."""
     every_s: float = 3.0
@@ -46,7 +48,7 @@ class ConvergenceSettings:
     width: int = 256
     """Width of the model, a multiple of 64: 4 layers of 256 have 3.2 million parameters."""
     batch: int = 4
-    """Sequences that each rank learns from in a step."""
+    """Sequences of each rank per step."""
     context: int = 64
     """Bytes of a sequence."""
     lr: float = 1e-3
@@ -54,21 +56,21 @@ class ConvergenceSettings:
     """Seed of weights and batches, the same for all backends."""
     backends: tuple[str, ...] = ("gloo", "storm-drift")
     wires: tuple[str, ...] = ("float32", "bfloat16")
-    """Wires of storm-lossy and storm-drift: each of them is a backend of its own."""
+    """Wires of storm-lossy and storm-drift: each wire is a separate backend."""
     policy: PolicySettings = field(default_factory=lambda: PolicySettings(every=30))
-    """Settings of backends that are names of policies."""
+    """Settings of backends that are policies."""
     target: float | None = None
-    """Loss to which times are compared; None is the least that all have come to."""
+    """Target loss whose times are compared; None is the lowest that all backends reached."""
     network: Conditions | None = None
-    """Conditions of a lab, where loss is real and meets all backends; None is loopback."""
+    """Conditions of a lab, whose loss affects all backends; None is loopback."""
     faults: float = 0.0
-    """Fraction of storm's datagrams lost by fault injection, on loopback; TCP does not lose any."""
+    """Fraction of storm's datagrams dropped by fault injection, on loopback; TCP loses none."""
     turns: bool = False
-    """Whether backends take turns, so that whatever else the machine does meets all alike; or train one by one."""
+    """Whether backends alternate, so that other load on the machine affects all alike; or train one by one."""
     patience_s: float = 60.0
-    """Seconds without an evaluation after which a backend over TCP is given up, in a lab and not in turns."""
+    """Seconds without an evaluation after which a backend over TCP is aborted, in a lab and one by one."""
     timeout_s: float = 600.0
-    """Seconds after which a backend must have ended."""
+    """Seconds after which a backend times out."""
 
     def __post_init__(self) -> None:
         check_between("ranks", self.ranks, 2, 64)
@@ -85,7 +87,7 @@ class ConvergenceSettings:
         check_subset("wire", self.wires, tuple(WIRES))
         check_between("faults", self.faults, 0.0, 0.9)
         if self.faults and self.network is not None:
-            raise BadSetting("faults", "are for loopback; in a lab, loss is real")
+            raise BadSetting("faults", "are for loopback only; in a lab, give --loss")
         check_between("patience_s", self.patience_s, 0.1, 1e5)
         check_between("timeout_s", self.timeout_s, 1, 1e6)
         _ = self.size
@@ -107,7 +109,7 @@ class ConvergenceSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One evaluation of one backend's training, sent as soon as it is there."""
+    """One evaluation of one backend's training, reported immediately."""
 
     backend: str
     clock_s: float
@@ -119,7 +121,7 @@ class Point:
     arrived: float = 1.0
     """Fraction of the chunks that arrived since the last evaluation."""
     gave_up: bool = False
-    """Whether no evaluation came within the patience; the rest is that of the last one."""
+    """Whether no evaluation arrived within the wait limit; the other fields are those of the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +139,11 @@ class Curve:
     arrived: float
     """Fraction of the chunks that arrived, mean over ranks and steps."""
     gave_up: bool
-    """Whether the curve ends too early: no further evaluation came within the patience."""
+    """Whether the curve ends early: no further evaluation arrived within the wait limit."""
     tcp: str | None
-    """Congestion control of its connections, as the kernel reports it; None without TCP."""
+    """Congestion control of its connections, as reported by the kernel; None without TCP."""
     measured: dict[str, Any] | None = None
-    """Counts of the network itself during this training, in a lab."""
+    """Counters of the lab's network during this training."""
 
     @classmethod
     def of(cls, points: Sequence[Point], *, params: int, tcp: str | None = None) -> "Curve":
@@ -161,7 +163,7 @@ class Curve:
 
     @property
     def best(self) -> float:
-        """Least loss that it came to."""
+        """Lowest loss that it reached."""
         return min(self.losses)
 
     @property
@@ -170,7 +172,7 @@ class Curve:
         return self.clock_s[-1] / self.steps[-1] if self.steps[-1] else None
 
     def reached_s(self, loss: float) -> float | None:
-        """Seconds until it first came to that loss, on a straight line between evaluations; None if it did not."""
+        """Seconds until it first reached that loss, interpolated between evaluations; None if it did not."""
         for index, value in enumerate(self.losses):
             if value <= loss:
                 if index == 0:
@@ -183,7 +185,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class ConvergenceReport:
-    """Results, and the conditions under which they came out; curves are added one by one."""
+    """Results with the conditions of their measurement; curves are added one by one."""
 
     conditions: dict[str, Any]
     curves: list[Curve] = field(default_factory=list)
@@ -193,7 +195,7 @@ class ConvergenceReport:
         """Makes a report without any curve.
 
         Raises:
-            stormtorch.checks.BadSetting: There is nothing to learn from.
+            stormtorch.checks.BadSetting: There is no training data.
         """
         asked = asdict(settings)
         asked["network"] = "loopback" if settings.network is None else "lab"
@@ -206,7 +208,7 @@ class ConvergenceReport:
 
     @property
     def target(self) -> float | None:
-        """Loss that was asked for, or the least that all who were not given up came to; None before there are any."""
+        """Requested target loss, or the lowest that all backends reached that were not aborted; None without any."""
         if self.conditions.get("target") is not None:
             return float(self.conditions["target"])
         ended = [curve.best for curve in self.curves if not curve.gave_up]
@@ -214,16 +216,16 @@ class ConvergenceReport:
 
     @property
     def peer(self) -> Curve | None:
-        """The first gloo that trained: what the others are compared with."""
+        """The first gloo that trained, with which the others are compared."""
         gloos = [curve for curve in self.curves if curve.backend.startswith("gloo")]
         return next((curve for curve in gloos if not curve.gave_up), gloos[0] if gloos else None)
 
     def reached_s(self, curve: Curve) -> float | None:
-        """Seconds until a curve came to the target."""
+        """Seconds until a curve reached the target."""
         return None if self.target is None else curve.reached_s(self.target)
 
     def speedup(self, curve: Curve) -> float | None:
-        """Factor by which it came there sooner than the first gloo."""
+        """Speed-up to the target over the first gloo."""
         reached_s = self.reached_s(curve)
         peer_s = None if self.peer is None else self.reached_s(self.peer)
         return peer_s / reached_s if reached_s and peer_s else None
@@ -237,5 +239,5 @@ class ConvergenceReport:
         return {"conditions": self.conditions | {"target_loss": self.target}, "results": results}
 
     def write(self, path: Path) -> None:
-        """Writes JSON; makes missing folders."""
+        """Writes JSON and creates missing folders."""
         write_json(path, self.to_json())

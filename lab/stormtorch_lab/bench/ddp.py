@@ -1,4 +1,4 @@
-"""A training step under DistributedDataParallel or `prepare`, beside gloo, in interleaved rounds: here or in a lab.
+"""A training step under DistributedDataParallel or `prepare`, against gloo, in interleaved rounds.
 
 report = run_ddp(DdpSettings(ranks=4))
 report = run_ddp(DdpSettings(ranks=4, network=Conditions(rate="400mbit", loss=0.1), backends=LAB_DEFAULT))
@@ -52,19 +52,19 @@ STEP = (
     "one torch thread per rank"
 )
 TIMES = (
-    "wall time of the slowest rank, from leaving the barrier to the end of its turn, over the steps of a turn. All "
-    "turns have as many steps, without a barrier between them; the parameters of the last one have arrived, or are "
-    "lost, when a turn ends"
+    "wall time of the slowest rank, from the end of the barrier to the end of its call, divided by the steps of a "
+    "call. All calls have the same number of steps, without a barrier between them; a call ends when the parameters of "
+    "its last step have arrived or are lost"
 )
 IDEAL = (
-    "2(n-1)/n x bytes of the parameters as they travel, what each of n hosts must send and receive, at the rate of its "
+    "2(n-1)/n x bytes of the parameters on the wire, which each of n hosts must send and receive, at the rate of its "
     "line"
 )
-MODEL = "transformer of 8 layers, float32; each rank has one sequence of its own"
-# Sums of other orders differ by the rounding of a few additions; narrower types are rounded twice.
+MODEL = "transformer of 8 layers, float32; each rank has its own sequence"
+# Sums in another order differ by the rounding of a few additions; narrower types are rounded twice.
 _TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3, "int8": 5e-2, "int4": 0.6}
-# Rounding of gradients that are computed back from parameters: two of these, up to 2, were rounded, and their
-# difference was divided by the rate.
+# Rounding error of gradients recovered from parameters: two parameters of up to 2 were rounded, and their
+# difference was divided by the learning rate.
 _DRIFT_ROUNDING = 2 * 2**-24 * 2 / LEARNING_RATE
 
 
@@ -75,37 +75,37 @@ class DdpSettings:
     ranks: int = 4
     """Processes of this machine, or of all hosts of a lab together."""
     ranks_per_host: int = 1
-    """Ranks on each host of a lab. With several, storm-drift adds up inside a host first."""
+    """Ranks on each host of a lab. With several, storm-drift reduces inside a host first."""
     params_m: float = 25.0
     """Parameters of the model in millions; about, as its width is a multiple of 8."""
     tokens: int = 16
-    """Tokens that each rank learns from in a step: few, so that computing does not hide what communication costs."""
+    """Tokens of each rank per step: few, so that computation does not hide the cost of communication."""
     iters: int = 20
     """Timed rounds."""
     steps: int = 1
-    """Steps of a backend in its turn of a round, one right behind the other. With more than one, prepared replicas
-    can let parameters arrive while they compute, as they do in a training, and DistributedDataParallel's ranks need
-    not wait for the slowest at every step's end."""
+    """Steps of a backend in each round, without a barrier between them. With more than one, prepared replicas receive
+    parameters while they compute, as in a training, and DistributedDataParallel's ranks need not wait for the slowest
+    one at the end of every step."""
     warmup: int = 3
     """Rounds before them that are checked but not counted."""
     backends: tuple[str, ...] = DEFAULT
     wires: tuple[str, ...] = ("float32",)
-    """Wires of storm-lossy and storm-drift: each of them is a backend of its own."""
+    """Wires of storm-lossy and storm-drift: each wire is a separate backend."""
     device: str = "cpu"
     """Device of the model: "cpu", or "cuda", where all ranks share a GPU."""
     network: Conditions | None = None
-    """Conditions of a lab, where loss is real and meets all backends; None is loopback."""
+    """Conditions of a lab, whose loss affects all backends; None is loopback."""
     patience_s: float = 30.0
-    """Seconds after which a turn over TCP is given up, in a lab; a backend whose rounds have taken as long skips the
-    others."""
+    """Wait limit in seconds, in a lab: a call over TCP is aborted after it; a backend whose rounds have taken as long
+    skips the remaining ones."""
     timeout_s: float = 600.0
-    """Seconds after which everything must have ended."""
+    """Seconds after which the benchmark times out."""
 
     def __post_init__(self) -> None:
         check_between("ranks", self.ranks, 2, 64)
         check_between("ranks_per_host", self.ranks_per_host, 1, 32)
         if self.ranks_per_host > 1 and self.network is None:
-            raise BadSetting("ranks_per_host", "is for a lab: loopback has one host, give a --rate")
+            raise BadSetting("ranks_per_host", "needs a lab, as loopback has one host: give a --rate")
         if self.ranks % self.ranks_per_host or self.hosts < 2:
             raise BadSetting("ranks_per_host", f"must divide the ranks, {self.ranks}, among two hosts or more")
         check_between("params_m", self.params_m, 0.01, 1000)
@@ -117,7 +117,7 @@ class DdpSettings:
         check_subset("wire", self.wires, tuple(WIRES))
         check_subset("device", (self.device,), ("cpu", "cuda"))
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise BadSetting("device", "must be cpu here: torch finds no GPU")
+            raise BadSetting("device", "must be cpu on this machine: torch finds no GPU")
         check_between("patience_s", self.patience_s, 0.1, 1e5)
         check_between("timeout_s", self.timeout_s, 1, 1e6)
 
@@ -137,43 +137,43 @@ class StepResult(BackendResult):
     """Result of one backend's steps."""
 
     adds_s: float
-    """Time that communication adds to a step: the median beyond that of a step without any."""
+    """Time that communication adds to a step: the median minus that of a step without communication."""
     moved_bytes: float
-    """Bytes that each of n hosts must send in a step, and receive as many: 2(n-1)/n of the parameters, as they
-    travel. On one machine, each rank is a host."""
+    """Bytes that each of n hosts must send and receive in a step: 2(n-1)/n of the parameters on the wire. On one
+    machine, each rank counts as a host."""
     sent_bytes: float | None
-    """Bytes that a rank's engine sent in a step, on average, headers and all else included; None over TCP."""
+    """Bytes that a rank's engine sent in a step, on average, with headers and control messages; None over TCP."""
     copied_bytes: float | None
-    """Bytes that a rank copied into shared memory in a step, or read from it, on average; None over TCP. Gradients that
-    are copied into buckets, or from and to a GPU, come on top with every backend."""
+    """Bytes that a rank copied into shared memory in a step, or read from it, on average; None over TCP. Copies
+    of gradients into buckets, or from and to a GPU, are not counted; every backend makes them."""
     host_bytes: float | None
-    """Bytes of the datagrams that a host's ranks sent in a step, on average, the same way: what its line carried. What
-    passes through shared memory is not among them."""
+    """Bytes of the datagrams that a host's ranks sent in a step, on average, counted the same way: the load of its
+    link. Shared memory is not included."""
     ideal_s: float | None
-    """Time that `moved_bytes` take at the rate of a line; None where lines have no rate."""
+    """Time of `moved_bytes` at the rate of a link; None if links have no rate."""
     adds_over_ideal: float | None
     over_gloo: float | None
-    """Median over that of the first gloo; None without one."""
+    """Median divided by that of the first gloo; None without one."""
     speedup: float | None
     """Inverse of `over_gloo`."""
     gloo_gave_up: bool
-    """Whether no step of that gloo's median has ended: `speedup` is then a lower bound, `over_gloo` an upper one."""
+    """Whether that gloo's median comes from an aborted call: `speedup` is then a lower, `over_gloo` an upper bound."""
     cpu_s: float
-    """CPU seconds of all ranks in a step, on average."""
+    """Mean CPU seconds of all ranks per step."""
     cpu_s_per_gb: float
-    """CPU seconds of all ranks that communication adds to a step, beyond those of a step without any, per 10^9 bytes of
-    the gradients; those count once, as float32, whatever travels."""
+    """CPU seconds of all ranks that communication adds to a step, per 10^9 bytes of gradients; gradients count once, as
+    float32, on any wire."""
 
 
 DdpReport: TypeAlias = BenchReport[StepResult]
 
 
 def run_ddp(settings: DdpSettings, advance: Advance = ignore_progress) -> DdpReport:
-    """Runs the benchmark, and returns when all ranks are gone.
+    """Runs the benchmark, and returns when all ranks have ended.
 
     Raises:
-        stormtorch_lab.jobs.failed.RankFailed: A rank failed, had wrong gradients, or did not end in time.
-        stormtorch_lab.netns.LabError: The lab failed, or none can be made here.
+        stormtorch_lab.jobs.failed.RankFailed: A rank failed, had wrong gradients, or timed out.
+        stormtorch_lab.netns.LabError: The lab failed, or this machine cannot make one.
     """
     conditions = {
         "ranks": settings.ranks,
@@ -191,7 +191,7 @@ def run_ddp(settings: DdpSettings, advance: Advance = ignore_progress) -> DdpRep
         "barrier": BARRIER,
         "order": ORDER,
         "ideal": IDEAL,
-        "cpu": CPU + "; here the gradients are the tensor, and what a step without communication takes is subtracted",
+        "cpu": CPU + "; here the gradients are the tensor, and the time of a step without communication is subtracted",
     } | surroundings()
     if settings.network is None:
         logs, where = run_local(_rank_steps, settings.ranks, (settings,), timeout_s=settings.timeout_s, advance=advance)
@@ -266,7 +266,7 @@ def _report(settings: DdpSettings, conditions: dict[str, Any], log: Log) -> DdpR
 
 
 def _shards(network: Conditions, hosts: int, size_bytes: int) -> dict[str, Any]:
-    """Predicts the exchange of a step with equal and with the best shares, where lines differ."""
+    """Predicts the time of a step's exchange with equal and with optimal shards, if links differ."""
     lines = [network.line(host) for host in range(hosts)]
     speeds = [HostSpeed((line.up_bits or math.inf) / 8, (line.down_bits or math.inf) / 8) for line in lines]
     times = ShardTimes(speeds, size_bytes)
@@ -334,12 +334,12 @@ def _steps_call(steps: int, replica: Replica) -> Call:
 
 
 def _per_step(replica: Replica, sample: Sample) -> Sample:
-    """Divides a turn by its steps. If it was given up, the steps that were begun take longer than this on average."""
+    """Divides the sample of a call by its steps. For an aborted call, the result is a lower bound."""
     return sample._replace(seconds=sample.seconds / replica.begun, cpu_s=sample.cpu_s / replica.begun)
 
 
 def _check_without_loss(stage: Stage[Replica], log: Log) -> int:
-    """Makes the first step of all, from the same weights: every replica must end with the mean. Returns its bytes."""
+    """Makes and checks the first step, from equal weights: every replica must have the mean. Returns its bytes."""
     *replicas, local = stage.contenders
     local.run_steps(1)
     mean = [gradient.clone() for gradient in local.gradients()]
@@ -353,8 +353,8 @@ def _check_without_loss(stage: Stage[Replica], log: Log) -> int:
             log.samples.append(sample)  # there will be no other
             continue
         _check_alike(stage, replica)
-        # Where a line has a rate, its queue may overflow while a backend finds out about it; what one rank has lost is
-        # missing in its part of everyone's mean.
+        # The queue of a link with a rate may overflow while a backend probes the rate; contributions lost by an owner
+        # are missing in its part of the mean, on all ranks.
         if stage.on_all_ranks(sample.arrived == 1.0):
             _check_mean(replica, mean)
     return size_bytes
@@ -372,7 +372,7 @@ def _check_alike(stage: Stage[Replica], replica: Replica) -> None:
 
 def _check_mean(replica: Replica, mean: list[torch.Tensor]) -> None:
     """Raises RuntimeError unless the gradients are the mean over the ranks."""
-    # Grids round to a part of the largest of some neighbours, which may belong to another parameter.
+    # Grids round relative to the largest value of a block, which may belong to another parameter.
     largest = max(float(expected.abs().max()) for expected in mean) if WIRES[replica.wire] in GRIDS else 0.0
     for index, (gradient, expected) in enumerate(zip(replica.gradients(), mean, strict=True)):
         furthest = float((gradient - expected).abs().max()) - (_DRIFT_ROUNDING if replica.name in DRIFT else 0.0)

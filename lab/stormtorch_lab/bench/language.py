@@ -1,4 +1,4 @@
-"""Language model that benchmarks train on ranks: its weights, its batches, and its loss on text that is held out."""
+"""The language model of the benchmarks: weights, batches, and validation loss on held-out text."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from stormtorch_lab.jobs.control import Stage
 from stormtorch_lab.tasks.data.corpus import open_corpus
 from stormtorch_lab.tasks.models.llama import Llama, LlamaSize
 
-# Sequences held out, over all ranks.
+# Held-out sequences, over all ranks.
 _VALIDATION_SEQUENCES = 64
 
 
@@ -24,17 +24,17 @@ def language_task(
     seed: int,
     text: Path | None = None,
 ) -> tuple[Workload, torch.Tensor]:
-    """A LLaMA that reads bytes, learned by AdamW; and this rank's part of the text that is held out.
+    """A LLaMA on bytes, trained by AdamW, and this rank's part of the held-out text.
 
     Args:
         rank: This rank.
         world: Number of ranks.
         size: Size of the model.
-        batch: Sequences that each rank learns from in a step.
+        batch: Sequences of each rank per step.
         context: Bytes of a sequence.
-        lr: Learning rate, which stays as it is.
+        lr: Constant learning rate.
         seed: Seed of weights and batches.
-        text: What to read; None is the source of Python's standard library.
+        text: Training text; None is the source of Python's standard library.
     """
     corpus = open_corpus(text)
     with torch.random.fork_rng(devices=()):
@@ -42,7 +42,7 @@ def language_task(
         model = Llama(size)
 
     def draw(step: int) -> torch.Tensor:
-        # A step's sequences are drawn together and dealt out, so that ranks never draw the same numbers.
+        # The sequences of a step are drawn together and split, so that ranks never draw the same numbers.
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         return _windows(corpus.training, batch * world, context, generator)[rank::world]
 
@@ -53,8 +53,8 @@ def language_task(
 
 @torch.no_grad()
 def evaluate(stage: Stage[Replica], replica: Replica, held_out: torch.Tensor) -> float:
-    """Mean loss over all ranks' parts of what is held out, in nats, the same number on each."""
-    # Of DistributedDataParallel, the module itself: a forward under it may look at its group.
+    """Mean validation loss in nats over all ranks' parts of the held-out text; the same on all ranks."""
+    # Unwrap DistributedDataParallel: its forward may communicate in its group.
     model = getattr(replica.model, "module", replica.model)
     with replica.judged():
         loss = next_token_loss(model(held_out[:, :-1]), held_out) if len(held_out) else torch.zeros(())
@@ -64,7 +64,7 @@ def evaluate(stage: Stage[Replica], replica: Replica, held_out: torch.Tensor) ->
 
 
 def slowest(stage: Stage[Replica], seconds: float) -> float:
-    """Largest time of all ranks, the same number on each."""
+    """Largest time of all ranks; the same on all ranks."""
     times_R = torch.zeros(stage.member.world, dtype=torch.float64)
     times_R[stage.member.rank] = seconds
     stage.control.allreduce([times_R]).wait()
@@ -72,6 +72,6 @@ def slowest(stage: Stage[Replica], seconds: float) -> float:
 
 
 def _windows(text: torch.Tensor, count: int, context: int, generator: torch.Generator) -> torch.Tensor:
-    """Sequences of `context` bytes and the one behind them, from anywhere in the text."""
+    """Sequences of `context` bytes and the next byte, from random positions in the text."""
     first = torch.randint(len(text) - context, (count, 1), generator=generator)
     return text[first + torch.arange(context + 1)].long()

@@ -1,4 +1,4 @@
-"""Latency of small messages: all-reduce of 1 KB to 1 MB beside gloo, and the cost of an idle engine."""
+"""Latency of small messages: all-reduce of 1 KB to 1 MB against gloo, and the cost of an idle engine."""
 
 import time
 from collections.abc import Callable
@@ -38,9 +38,9 @@ class LatencySettings:
     """Rounds before them that are checked but not counted."""
     backends: tuple[str, ...] = BACKENDS
     idle_s: float = 3.0
-    """Seconds for which the CPU time of connected, idle transports is watched."""
+    """Seconds for which the CPU time of connected, idle transports is measured."""
     timeout_s: float = 600.0
-    """Seconds after which everything must have ended."""
+    """Seconds after which the benchmark times out."""
 
     def __post_init__(self) -> None:
         check_between("ranks", self.ranks, 2, 64)
@@ -62,14 +62,14 @@ class LatencyResult:
     worst_s: float
     arrived: float
     cpu_s: float
-    """CPU seconds of all ranks in a call, on average."""
+    """Mean CPU seconds of all ranks per call."""
     cpu_s_per_gb: float
-    """CPU seconds of all ranks per 10^9 bytes of the tensor; it counts once, however many ranks add it up."""
+    """CPU seconds of all ranks per 10^9 bytes of the tensor; the tensor counts once, not per rank."""
 
 
 @dataclass(frozen=True)
 class LatencyReport:
-    """Results, and the conditions under which they came out."""
+    """Results with the conditions of their measurement."""
 
     conditions: dict[str, Any]
     results: list[LatencyResult]
@@ -83,7 +83,7 @@ class LatencyReport:
         return asdict(self)
 
     def write(self, path: Path) -> None:
-        """Writes JSON; makes missing folders."""
+        """Writes JSON and creates missing folders."""
         write_json(path, self.to_json())
 
 
@@ -96,10 +96,10 @@ class _RankLatency:
 
 
 def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -> LatencyReport:
-    """Runs the benchmark, and returns when all ranks are gone.
+    """Runs the benchmark, and returns when all ranks have ended.
 
     Raises:
-        stormtorch_lab.jobs.failed.RankFailed: A rank failed, gave a wrong sum, or did not end in time.
+        stormtorch_lab.jobs.failed.RankFailed: A rank failed, gave a wrong sum, or timed out.
     """
     conditions = {
         "ranks": settings.ranks,
@@ -150,7 +150,7 @@ def run_latency(settings: LatencySettings, advance: Advance = ignore_progress) -
 
 
 def _rank_latency(member: Member, settings: LatencySettings) -> _RankLatency:
-    # One after the other, so that each idles alone: gloo's thread wakes up now and then.
+    # One after the other, so that each idles alone: gloo's thread wakes up occasionally.
     idle_cpu, empty_s = {}, {}
     storm = Storm("idle", member, Options(interface=LOOPBACK), EXACT)
     idle_cpu["storm"] = _idle_cpu(lambda: barrier(storm.group).wait(), settings.idle_s)
@@ -171,7 +171,7 @@ def _rank_latency(member: Member, settings: LatencySettings) -> _RankLatency:
 
 def _idle_cpu(barrier: Callable[[], object], idle_s: float) -> float:
     barrier()
-    time.sleep(0.2)  # what connecting has left to do is not idleness
+    time.sleep(0.2)  # let the work of connecting finish first
     cpu_s, begin = time.process_time(), time.perf_counter()
     time.sleep(idle_s)
     used = (time.process_time() - cpu_s) / (time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""Training of a language model against the clock, by one backend after the other or in turns."""
+"""Training of a language model against the clock, by one backend after the other or alternating."""
 
 import contextlib
 import math
@@ -25,9 +25,9 @@ from stormtorch_lab.tasks.models.llama import Llama
 
 Watch = Callable[[Point], None]
 """Function that is called with each evaluation."""
-# Seconds in which a turn whose connections were cut must have ended.
+# Seconds in which a call must end after its connections are cut.
 _ABORT_S = 5.0
-# Payload of a datagram where faults are injected: loss then strikes chunks of the size that it would on a network.
+# Payload of a datagram under fault injection: lost chunks then have the size that they have on a network.
 _ETHERNET_BYTES = 1472
 
 
@@ -37,13 +37,13 @@ def run_convergence(
     """Trains with all backends, in the same lab; yields each curve as soon as its training has ended.
 
     Args:
-        settings: What to train. One backend after the other has processes of its own; in turns they share them.
-        advance: Called with the seconds of training that are done, of all backends together.
-        watch: Called with each evaluation as soon as it is there.
+        settings: What to train. One by one, each backend has its own processes; alternating backends share them.
+        advance: Called with the seconds of training so far, summed over the backends.
+        watch: Called with each evaluation immediately.
 
     Raises:
-        stormtorch_lab.jobs.failed.RankFailed: A rank failed or did not end in time.
-        stormtorch_lab.netns.LabError: The lab failed, or none can be made here.
+        stormtorch_lab.jobs.failed.RankFailed: A rank failed or timed out.
+        stormtorch_lab.netns.LabError: The lab failed, or this machine cannot make one.
     """
     names = settings.contenders
     clocks_s = dict.fromkeys(names, 0.0)
@@ -121,7 +121,7 @@ class _Learner:
             return self._keep(Point(**asdict(last) | {"gave_up": True}))
         seconds = slowest(stage, sample.seconds)
         clock_s = last.clock_s + seconds
-        # The first steps have to make memory and connections: they say little about those to come.
+        # The first steps allocate memory and open connections: they do not predict the time of later ones.
         ahead_s = min(settings.every_s, max(settings.seconds - clock_s, 0.0))
         self._count = min(max(math.ceil(ahead_s * count / seconds), 1), 8 * count)
         return self._keep(
@@ -153,9 +153,9 @@ def _rank_learns(member: Member, settings: ConvergenceSettings, names: tuple[str
     datagram_bytes = _ETHERNET_BYTES if settings.faults else None
     learners = [_Learner(open_replica(name, task, member, datagram_bytes, settings.policy_of(name))) for name in names]
     lab = settings.network is not None
-    # In turns nobody is given up: of processes that storm shares, cutting gloo's connections may leave one waiting.
+    # Alternating backends are never aborted: after gloo's connections are cut, a process that storm shares may hang.
     patience_s = settings.patience_s if lab and not settings.turns else None
-    # Without loss there is no fault injection at all, as it looks at every datagram.
+    # Without loss, fault injection is off, as it costs time for every datagram.
     losing = faults(loss=settings.faults, seed=settings.seed) if settings.faults else contextlib.nullcontext()
     with Stage(member, [each.replica for each in learners], patience_s=patience_s, lab=lab) as stage:
         report = member.report if member.rank == 0 else lambda _point: None
@@ -164,13 +164,13 @@ def _rank_learns(member: Member, settings: ConvergenceSettings, names: tuple[str
         with losing:
             for learner in learners:
                 report(learner.begin(evaluate(stage, learner.replica, held_out)))
-            # All ranks have the same clocks, and so choose the same learner.
+            # The clocks are equal on all ranks, so all choose the same learner.
             while active := [each for each in learners if _goes_on(each, settings.seconds)]:
                 learner = min(active, key=lambda each: each.clock_s)
                 with _ending(member, learner, patience_s):
                     point = learner.learn(stage, settings, held_out)
                 report(point)
-            stage.barrier()  # a rank that is done first must not spare the others a part of the loss
+            stage.barrier()  # fault injection ends only when all ranks are done
         stage.cue(LabRequest.READ)
     close_groups()
     params = sum(parameter.numel() for parameter in task.model.parameters())
@@ -179,8 +179,8 @@ def _rank_learns(member: Member, settings: ConvergenceSettings, names: tuple[str
 
 @contextlib.contextmanager
 def _ending(member: Member, learner: _Learner, patience_s: float | None) -> Iterator[None]:
-    """Ends this process if its turn goes on long after the patience: of ranks whose connections are cut, some wait in
-    DistributedDataParallel for ever. Rank 0 is first, and says that the learner is given up.
+    """Ends this process if its call goes on long after the wait limit: some ranks whose connections are cut wait in
+    DistributedDataParallel for ever. Rank 0 ends first, and reports that the learner is aborted.
     """
     if patience_s is None:
         yield

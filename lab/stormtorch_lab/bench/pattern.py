@@ -1,4 +1,4 @@
-"""Tensors that the ranks add up: their sum is known, so that every result can be checked."""
+"""Test tensors of the all-reduce benchmarks: their sum is known, so that every result can be checked."""
 
 import math
 
@@ -19,7 +19,7 @@ class Pattern:
         self._member = member
 
     def _lowest(self) -> torch.Tensor:
-        """The sum, had all ranks the contribution of rank 0."""
+        """The sum if all ranks contributed as rank 0 does."""
         return (self.own - self._member.rank % 3) * self._member.world
 
     def check(self, backend: str, result: torch.Tensor) -> None:
@@ -30,11 +30,13 @@ class Pattern:
             raise RuntimeError(f"{backend} gave a wrong sum in {wrong} of {result.numel()} elements")
 
     def check_range(self, backend: str, result: torch.Tensor) -> None:
-        """Raises RuntimeError unless the result lies where a mean of some contributions, times the ranks, can lie."""
+        """Raises RuntimeError unless the result can be the mean of some contributions, times the ranks."""
         world = self._member.world
         lowest = self._lowest()
-        # Means of half precision are rounded.
+        # Means in half precision are rounded.
         slack = world * torch.finfo(result.dtype).eps * 4
         wrong = int(((result < lowest - slack) | (result > lowest + 2 * world + slack)).sum())
         if wrong:
-            raise RuntimeError(f"{backend} gave no mean of contributions in {wrong} of {result.numel()} elements")
+            raise RuntimeError(
+                f"{backend} gave values that no mean of contributions can have, in {wrong} of {result.numel()} elements"
+            )

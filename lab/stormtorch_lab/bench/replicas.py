@@ -1,4 +1,4 @@
-"""Replicas of a model that `bench ddp` measures, each trained in its own way on a process group of its own."""
+"""Replicas of a model for `bench ddp`: under DDP, prepared for a policy, or alone; each with its own process group."""
 
 import contextlib
 import copy
@@ -45,22 +45,22 @@ _ALONE = {f"storm-alone{ending}": wire for wire, ending in _ENDINGS.items()}
 _FLAT = {f"storm-drift-flat{ending}": wire for wire, ending in _ENDINGS.items()}
 _BY_RATE = {f"storm-drift-rate{ending}": wire for wire, ending in _ENDINGS.items()}
 DRIFT = {**_FOLLOWED, **_ALONE, **_FLAT, **_BY_RATE}
-"""Wires of the replicas prepared for `BoundedDrift`: those of storm-alone have no standbys, those of storm-drift-flat
-no hierarchy, those of storm-drift-rate shards by measured rates."""
+"""Wires of the replicas prepared for `BoundedDrift`: storm-alone has no standbys, storm-drift-flat no hierarchy,
+storm-drift-rate has shards in proportion to measured rates."""
 DEFAULT = ("storm", "storm-lossy", "storm-drift", "gloo")
 """Backends that are compared by default."""
 DRIFT_FLAT = "storm-drift-flat"
-"""Backend in a lab: storm-drift without the hierarchy that it chooses where hosts have several ranks."""
+"""Backend in a lab: storm-drift without its hierarchy on hosts with several ranks."""
 DRIFT_RATE = "storm-drift-rate"
-"""Backend in a lab: storm-drift whose ranks own shares by what their lines carry."""
+"""Backend in a lab: storm-drift with shards in proportion to the rates of the links."""
 BACKENDS = (*DEFAULT, "storm-alone")
-"""Backends that can be asked for; a lab also has those of gloo by TCP's congestion control."""
+"""Backends that can be chosen; a lab also has gloo with other congestion controls of TCP."""
 LAB_DEFAULT = ("storm", "storm-lossy", "storm-drift", "gloo-bbr", "gloo-cubic")
 """Backends that a lab compares by default."""
 
 
 def contenders(backends: tuple[str, ...], wires: tuple[str, ...]) -> tuple[str, ...]:
-    """Puts one contender for each of the wires in place of storm-lossy and each kind of storm-drift."""
+    """Replaces storm-lossy and each kind of storm-drift by one contender per wire."""
     families = {"storm-lossy": LOSSY, "storm-drift": _FOLLOWED, "storm-alone": _ALONE, DRIFT_FLAT: _FLAT}
     families[DRIFT_RATE] = _BY_RATE
     return tuple(
@@ -77,11 +77,11 @@ def wire_of(name: str) -> str:
 
 
 def transformer(params_m: float) -> nn.Module:
-    """A small language model of about so many million float32 parameters, the same in every process.
+    """A small language model of about that many million float32 parameters, the same in every process.
 
     Of each layer's 12 width^2, attention has matrices of 3 and of 1, the rest two of 4; biases and norms are tiny.
     """
-    # a width^2 + b width parameters, but for a few.
+    # About a width^2 + b width parameters.
     a, b = 12 * _LAYERS, 13 * _LAYERS + 2 * _VOCABULARY
     exact = (math.sqrt(b * b + 4 * a * params_m * 1e6) - b) / (2 * a)
     width = max(round(exact / _HEADS), 1) * _HEADS
@@ -98,34 +98,34 @@ def transformer(params_m: float) -> nn.Module:
 
 @dataclass(frozen=True)
 class Workload:
-    """Task that every replica learns, each with a model and an optimizer of its own."""
+    """Workload of every replica, each with its own model and optimizer."""
 
     model: nn.Module
-    """Model, the same on all ranks; replicas have copies."""
+    """Model, the same on all ranks; replicas copy it."""
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     batch: Callable[[int], torch.Tensor]
-    """This rank's part of a step, by its number: sequences of tokens, each to be predicted from those before it."""
+    """This rank's batch of a step, by the number of the step: sequences of tokens for next-token prediction."""
 
 
 class Replica:
-    """A model, its optimizer, and a group that keeps it in step with those of other ranks. It owns the group."""
+    """A model, its optimizer, and the process group that synchronises it with other ranks; it owns the group."""
 
     def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, task: Workload) -> None:
         self.name = name
         self.limit_s: float | None = None
         self.wire = wire_of(name)
-        """Wire of its gradients, and of its parameters if they travel."""
+        """Wire of its gradients, and of its parameters if they are sent."""
         self.model = model
         self.steps = 0
         """Steps so far."""
         self.begun = 0
-        """Steps of the last turn that were at least begun."""
+        """Steps of the last call that were at least begun."""
         self._optimizer = optimizer
         self._batch = task.batch
         self._on_gpu = any(parameter.is_cuda for parameter in model.parameters())
 
     def run_steps(self, steps: int) -> Delivery:
-        """Makes so many steps, each right behind the other; returns when this rank has the last one's parameters."""
+        """Makes that many steps without a pause; returns when this rank has the parameters of the last one."""
         self.begun = 0
         for _ in range(steps):
             self.begun += 1
@@ -144,29 +144,29 @@ class Replica:
         self.steps += 1
 
     def _settle(self) -> None:
-        """Waits for what is still on its way."""
+        """Waits for parameters in flight."""
 
     def gradients(self) -> list[torch.Tensor]:
-        """Gradients of the first step, while it is the last one, averaged over the ranks; on the CPU."""
+        """Gradients of the first step, averaged over the ranks, on the CPU; valid until the second step."""
         return [parameter.grad.cpu() for parameter in self.model.parameters() if parameter.grad is not None]
 
     def alike(self) -> list[torch.Tensor]:
-        """Tensors that must have the same bits on all ranks after a turn, on the CPU; all ranks call this together."""
+        """Tensors that must be bit-identical on all ranks after a call, on the CPU; collective."""
         return self.gradients()
 
     def synchronise(self) -> None:
-        """Makes the parameters those that count, on all ranks; under DistributedDataParallel they always are."""
+        """Loads the authoritative parameters on all ranks; under DistributedDataParallel they always are."""
 
     def judged(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context within which the parameters are those to evaluate; all ranks enter it together."""
+        """Returns a context with the parameters to evaluate; collective."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Ends its connections."""
+        """Closes its connections."""
 
 
 class StormReplica(Replica):
-    """Replica on the backend storm, with a transport of its own, so that its counters count nothing else."""
+    """Replica on the backend storm, with its own transport, so that its counters count nothing else."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class DdpReplica(StormReplica):
 
 
 class PreparedReplica(StormReplica):
-    """Replica prepared for a policy: what a step sends may still arrive when the next one begins."""
+    """Replica prepared for a policy: parameters of a step may still arrive during the next one."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class PreparedReplica(StormReplica):
         self._session.wait()
 
     def synchronise(self) -> None:
-        """See `Replica`. Where each rank has a model of its own, it keeps it."""
+        """See `Replica`. If each rank trains its own model, it keeps that."""
         if not self._of_ranks:
             self._session.synchronise()
 
@@ -256,7 +256,7 @@ class PreparedReplica(StormReplica):
 
 
 class DriftReplica(PreparedReplica):
-    """Replica prepared for `BoundedDrift`, by its name."""
+    """Replica prepared for `BoundedDrift`; its name selects the variant."""
 
     def __init__(self, name: str, task: Workload, member: Member, datagram_bytes: int | None = None) -> None:
         self._begun_with = [parameter.detach().clone() for parameter in task.model.parameters()]
@@ -266,13 +266,13 @@ class DriftReplica(PreparedReplica):
         super().__init__(name, task, member, policy, datagram_bytes)
 
     def gradients(self) -> list[torch.Tensor]:
-        """See `Replica`. No rank has all of them: what SGD made of the owners' parameters shows them."""
+        """See `Replica`. No rank has all gradients: they are recovered from SGD's update of the owners' parameters."""
         before, self._begun_with = self._begun_with, []
         (rate,) = {group["lr"] for group in self._optimizer.param_groups}
         return [(old.cpu() - new) / rate for old, new in zip(before, self.alike(), strict=True)]
 
     def alike(self) -> list[torch.Tensor]:
-        """See `Replica`. Copies may differ; what their owners have may not."""
+        """See `Replica`. Copies may differ between ranks; the parameters at their owners may not."""
         self.synchronise()
         return [parameter.detach().cpu() for parameter in self.model.parameters()]
 
@@ -280,7 +280,7 @@ class DriftReplica(PreparedReplica):
 class GlooReplica(Replica):
     """Replica under DistributedDataParallel on gloo, over TCP.
 
-    A turn that takes too long is ended by cutting its connections: DistributedDataParallel has no other way out.
+    A call that times out is aborted by cutting its connections: DistributedDataParallel offers nothing else.
     """
 
     def __init__(self, name: str, task: Workload, member: Member) -> None:
@@ -293,7 +293,7 @@ class GlooReplica(Replica):
         """See `Replica`.
 
         Raises:
-            CallTimeout: It did not end within `limit_s`, here or on another rank.
+            CallTimeout: It did not end within `limit_s`, on this or another rank.
         """
         with self._limited():
             return super().run_steps(steps)
@@ -309,11 +309,9 @@ class GlooReplica(Replica):
         try:
             yield
         except RuntimeError as error:
-            # What one rank cuts fails on all; who did not cut finds the reason in the store.
+            # If one rank cuts its connections, all ranks fail; the others find the reason in the store.
             if self._store.check([self._key]):
-                raise CallTimeout(
-                    f"{self.name} did not end within {self.limit_s:g} s: it needs more patience"
-                ) from error
+                raise CallTimeout(f"{self.name} did not end within {self.limit_s:g} s: raise --patience-s") from error
             raise
         finally:
             watchdog.cancel()
@@ -328,7 +326,7 @@ class GlooReplica(Replica):
 
 
 class LocalReplica(Replica):
-    """Replica without communication: its steps cost computing alone."""
+    """Replica without communication: the cost of computation alone."""
 
     def __init__(self, name: str, task: Workload) -> None:
         model, optimizer = _data_parallel(task, None)
@@ -342,13 +340,13 @@ class LocalReplica(Replica):
 
 
 def next_token_loss(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of what follows each token but the last, in nats."""
+    """Mean cross-entropy of next-token prediction, in nats."""
     return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def transformer_task(params_m: float, tokens: int, device: str, rank: int) -> Workload:
-    """A transformer of so many million parameters that learns one sequence by heart, by SGD."""
-    # Every rank has its own data, as replicas have.
+    """A transformer of that many million parameters that learns one sequence by SGD."""
+    # Every rank has its own data.
     own = torch.randint(_VOCABULARY, (1, tokens + 1), generator=torch.Generator().manual_seed(rank)).to(device)
     return Workload(
         model=transformer(params_m).to(device),
@@ -358,8 +356,8 @@ def transformer_task(params_m: float, tokens: int, device: str, rank: int) -> Wo
 
 
 def open_groups(member: Member) -> None:
-    """Makes torch ready for replicas; all ranks call this together, and `open_replica` too."""
-    # torch wants a default group before it makes others; nothing is sent over it.
+    """Initialises torch for replicas; collective, as is `open_replica`."""
+    # torch requires a default group before others; nothing is sent over it.
     os.environ["GLOO_SOCKET_IFNAME"] = member.control_interface
     dist.init_process_group("gloo", store=PrefixStore("ddp", member.store), rank=member.rank, world_size=member.world)
 
@@ -367,14 +365,14 @@ def open_groups(member: Member) -> None:
 def open_replica(
     name: str, task: Workload, member: Member, datagram_bytes: int | None = None, policy: Policy | None = None
 ) -> Replica:
-    """Makes a replica: a copy of the task's model on a group of its own.
+    """Makes a replica: a copy of the workload's model on its own process group.
 
     Args:
         name: Name of the backend.
-        task: What it learns.
+        task: Its workload.
         member: This rank.
         datagram_bytes: Payload of a datagram of storm's; None lets it choose.
-        policy: Policy of a replica that bears a policy's name.
+        policy: Policy of a replica that is named after one.
     """
     if policy is not None:
         return PreparedReplica(name, task, member, policy, datagram_bytes)
@@ -387,12 +385,12 @@ def open_replica(
 
 
 def close_groups() -> None:
-    """Ends what `open_groups` began; call it after the replicas were closed."""
+    """Undoes `open_groups`; call it after the replicas are closed."""
     dist.destroy_process_group()
 
 
 def _data_parallel(task: Workload, group: ProcessGroup | None) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    # All processes made the same model, and it has no buffers: nothing has to be sent to begin with.
+    # All processes made the same model, without buffers: no initial broadcast is needed.
     model = DistributedDataParallel(
         copy.deepcopy(task.model), process_group=group, init_sync=False, gradient_as_bucket_view=True
     )
@@ -409,5 +407,5 @@ def _storm(member: Member, datagram_bytes: int | None, options: Options | None =
 def _gloo(interface: str) -> ProcessGroup:
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     group: ProcessGroup = dist.new_group(backend="gloo")
-    group.barrier().wait()  # by now, everybody is connected
+    group.barrier().wait()  # by now, all ranks are connected
     return group

@@ -1,4 +1,4 @@
-"""Results of benchmarks: one for each backend, and the report of all of them."""
+"""Results of all-reduce benchmarks: per backend, and the report of all."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,11 +11,11 @@ from stormtorch_lab.bench.backends import Copies
 from stormtorch_lab.jobs.counters import Log, Sample
 
 CPU = (
-    "user and system time of all ranks, all their threads, from leaving the barrier until all ranks are done, per "
-    "10^9 bytes of the tensor, which counts once. What the kernel does for packets counts where it does it in a "
-    "rank's time; its own threads (ksoftirqd) do not"
+    "user and system time of all threads of all ranks, from the end of the barrier until all ranks are done, per "
+    "10^9 bytes of the tensor, which counts once. Packet processing by the kernel counts if it runs in a rank's "
+    "time, not in the kernel's own threads (ksoftirqd)"
 )
-"""What `cpu_s_per_gb` counts, for the conditions of every report."""
+"""Definition of `cpu_s_per_gb`, for the conditions of every report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,22 +27,22 @@ class BackendResult:
     p99_s: float
     worst_s: float
     worst_over_median: float
-    """Length of the tail: 1 where every round takes the same time."""
+    """Length of the tail: 1 if every round takes the same time."""
     rounds: int
-    """Timed rounds; fewer than asked for where patience ran out."""
+    """Timed rounds; fewer than requested if the wait limit was reached."""
     gave_up: bool
-    """Whether the last call did not end: it counts with the time it was waited for, which is less than it needs."""
+    """Whether the last call timed out; its time is then the wait, a lower bound."""
     arrived: float
     """Fraction of the chunks that arrived, mean over ranks and rounds."""
     loss_measured: float | None
-    """Fraction of the datagrams that fault injection lost; None without fault injection."""
+    """Fraction of the datagrams that fault injection dropped; None without fault injection."""
     tcp: str | None
-    """Congestion control of its connections, as the kernel reports it; None without TCP."""
+    """Congestion control of its connections, as reported by the kernel; None without TCP."""
     times_s: list[float]
 
     @property
     def median_is_bound(self) -> bool:
-        """Whether the median is only known to be larger, as it rests on a call that did not end."""
+        """Whether the median is a lower bound, as it rests on a call that timed out."""
         return self.gave_up and self.rounds <= 2
 
 
@@ -52,17 +52,17 @@ class AllReduceResult(BackendResult):
 
     mb: float
     ideal_s: float | None
-    """Ideal time; None where nothing sets a known limit."""
+    """Ideal time; None without a known limit."""
     gbit_per_s: float
-    """What each host must send, 2(n-1)/n of the tensor, in 10^9 bits, over the median; it receives as much."""
+    """Data that each host must send and receive, 2(n-1)/n of the tensor, in 10^9 bits, divided by the median."""
     repaired: float
-    """Chunks sent again in a round, by all ranks."""
+    """Retransmitted chunks per round, of all ranks."""
     cpu_s_per_gb: float
-    """CPU seconds of all ranks per 10^9 bytes of the tensor; it counts once, however many ranks add it up."""
+    """CPU seconds of all ranks per 10^9 bytes of the tensor; the tensor counts once, not per rank."""
 
     @property
     def over_ideal(self) -> float | None:
-        """Median over the ideal time."""
+        """Median divided by the ideal time."""
         return self.median_s / self.ideal_s if self.ideal_s else None
 
 
@@ -71,7 +71,7 @@ Result = TypeVar("Result", bound=BackendResult)
 
 @dataclass(frozen=True)
 class BenchReport(Generic[Result]):
-    """Results, and the conditions under which they came out."""
+    """Results with the conditions of their measurement."""
 
     conditions: dict[str, Any]
     results: list[Result]
@@ -83,7 +83,7 @@ class BenchReport(Generic[Result]):
         return {"conditions": self.conditions, "results": [asdict(result) for result in self.results]}
 
     def write(self, path: Path) -> None:
-        """Writes JSON; makes missing folders."""
+        """Writes JSON and creates missing folders."""
         write_json(path, self.to_json())
 
 
@@ -91,19 +91,19 @@ AllReduceReport: TypeAlias = BenchReport[AllReduceResult]
 
 
 def ideal_s(hosts: int, size_bytes: float, rate_bits: float) -> float:
-    """Seconds that a line of that rate needs for what each host must send, and receive as much."""
+    """Seconds that a link of that rate needs for the data that each host must send and receive."""
     return 2 * (hosts - 1) / hosts * size_bytes * 8 / rate_bits
 
 
 def ideal_bytes(hosts: int, seconds: float, rate_bits: float) -> float:
-    """Size of the tensor whose ideal takes so long."""
+    """Size of the tensor with that ideal time."""
     return seconds / ideal_s(hosts, 1, rate_bits)
 
 
 def summarize(
     log: Log, backends: Sequence[str], sizes_mb: Sequence[float], hosts: int, rate_bits: float | None
 ) -> list[AllReduceResult]:
-    """One result per size and backend that has at least begun a call of it."""
+    """One result per size and backend with at least one begun call."""
     results = []
     for mb in sizes_mb:
         # The ranks round a size down to whole elements.
@@ -130,7 +130,7 @@ def _result(log: Log, name: str, mb: float, samples: list[Sample], ideal: float 
 
 
 def cpu_s_per_gb(samples: Sequence[Sample]) -> float:
-    """Processor seconds of all ranks per 10^9 bytes of the tensor, which counts once, over all these calls."""
+    """Processor seconds of all ranks per 10^9 bytes of the tensor, which counts once, over these calls."""
     return sum(sample.cpu_s for sample in samples) / sum(sample.bytes for sample in samples) * 1e9
 
 

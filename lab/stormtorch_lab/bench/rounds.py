@@ -1,4 +1,4 @@
-"""Rounds of a rank in an all-reduce benchmark: check, warm up and time all backends at all sizes."""
+"""Rounds of an all-reduce benchmark on each rank: check, warm up and time all backends at all sizes."""
 
 import contextlib
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from stormtorch_lab.jobs.control import Call, LabRequest, RoundRobin, Stage
 from stormtorch_lab.jobs.counters import Counters, Delivery, Log, Sample
 from stormtorch_lab.jobs.ranks import Member
 
-# A lossless machine now and then drops a datagram; a backend that always does is broken.
+# A machine without loss drops a datagram occasionally; a backend that loses one every time is broken.
 _CHECKS = 3
 
 
@@ -26,16 +26,16 @@ class Schedule:
     iters: int
     warmup: int
     faults: float = 0.0
-    """Fraction of the storm backends' datagrams lost by fault injection."""
+    """Fraction of the storm backends' datagrams dropped by fault injection."""
     seed: int = 0
     dtype: str = "float32"
     datagram_bytes: int | None = None
     ideal: bool = False
-    """Whether `Copies` is measured, too."""
+    """Whether `Copies` is also measured."""
     patience_s: float | None = None
-    """Patience, see `Stage`."""
+    """Wait limit in seconds, see `Stage`."""
     lab: bool = False
-    """Whether the parent makes the loss, when rank 0 gives it a `LabRequest`."""
+    """Whether the parent switches the loss on, at a `LabRequest` of rank 0."""
 
 
 def run_rounds(member: Member, schedule: Schedule) -> Log:
@@ -53,7 +53,7 @@ def run_rounds(member: Member, schedule: Schedule) -> Log:
         for size in schedule.sizes_bytes:
             _Rounds(stage, schedule, Pattern(size, schedule.dtype, member), log).check_without_loss()
         stage.cue(LabRequest.LOSE)
-        # Without loss there is no fault injection at all, as it looks at every datagram.
+        # Without loss, fault injection is off, as it costs time for every datagram.
         with faults(loss=schedule.faults, seed=schedule.seed) if schedule.faults else contextlib.nullcontext():
             for size in schedule.sizes_bytes:
                 _Rounds(stage, schedule, Pattern(size, schedule.dtype, member), log).run()
@@ -81,7 +81,7 @@ class _Rounds:
     def _keep(self, sample: Sample) -> None:
         self._log.samples.append(sample)
         if sample.gave_up:
-            self._work = torch.empty_like(self._work)  # that call may still write to the old one
+            self._work = torch.empty_like(self._work)  # the aborted call may still write to the old one
 
     def check_without_loss(self) -> None:
         """Checks that every backend gives the right sum."""
@@ -98,7 +98,7 @@ class _Rounds:
                     pattern.check(backend.name, self._work)
                     break
             else:
-                # Where a line has a rate, its queue may overflow while a backend finds out about it.
+                # The queue of a link with a rate may overflow while a backend probes the rate.
                 if not self._schedule.lab:
                     raise RuntimeError(
                         f"{backend.name} lost chunks {_CHECKS} times in a row although no loss was injected"

@@ -1,4 +1,4 @@
-"""All measurements beside gloo, as data: what each part measures, by which command, and about how long it takes."""
+"""The benchmark suite as data: part, command and approximate time of each measurement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ class Measurement:
 
     part: str
     file: str
-    """Name of the file that it writes, without its ending."""
+    """Name of its result file, without the ending."""
     words: str
-    """Words behind `stormtorch bench`."""
+    """Arguments of `stormtorch bench`."""
     about_s: int
-    """Seconds that it takes on two cores."""
+    """Approximate seconds on two cores."""
     lab: bool = False
     """Whether this part of the suite runs on hosts of a lab."""
 
     @property
     def at_most_s(self) -> int:
-        """Seconds after which it is given up: a machine may be much slower than two cores."""
+        """Time limit in seconds; generous, as machines may be much slower."""
         return 60 + 5 * self.about_s
 
 
@@ -65,7 +65,7 @@ SUITE = (
     Measurement("mpi", "mpi-latency-2-hosts", "latency --ranks 2 --backends storm,gloo,mpi", 17),
     Measurement("mpi", "mpi-latency-4-hosts", "latency --ranks 4 --backends storm,gloo,mpi", 30),
 )
-"""Measurements in the order in which they are made."""
+"""Measurements in order of execution."""
 
 PARTS = tuple(dict.fromkeys(measurement.part for measurement in SUITE))
 """Parts that can be chosen."""

@@ -1,4 +1,4 @@
-"""All-reduce beside gloo at every combination of rate, round trip, loss and length of bursts, each in a lab.
+"""All-reduce against gloo at every combination of rate, round trip, loss and length of bursts, each in a lab.
 
 report = SweepReport.begin(settings)
 for point in run_sweep(settings):
@@ -29,30 +29,30 @@ from stormtorch_lab.netns.lab import Lab
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSettings:
-    """Settings of the benchmark: every rate with every delay, and every loss in all its bursts."""
+    """Settings of the benchmark: all combinations of rates, delays, losses and burst lengths."""
 
     ranks: int = 4
     rates: tuple[str, ...] = ("100mbit", "400mbit", "1gbit")
     delays: tuple[str, ...] = ("0ms", "20ms")
-    """Delays one way: a round trip takes twice as long."""
+    """One-way delays: a round trip takes twice as long."""
     losses: tuple[float, ...] = (0.0, 0.01, 0.1)
     bursts: tuple[float | str, ...] = (1.0,)
     """Mean lengths of a run of losses, in packets or as a time such as "5ms"; 1 is independent loss."""
     queue: str | int = 512 << 10
-    """Bytes that may wait at each end of a line."""
+    """Bytes of the queue at each end of an access link."""
     mb: float | None = None
     """Size of the tensor in 10^6 bytes; None follows `ideal_s`."""
     ideal_s: float = 0.6
-    """The tensor is so large that its ideal takes so long at the rate of the point."""
+    """Ideal time in seconds, from which the size of the tensor follows at each rate."""
     iters: int = 5
     warmup: int = 1
     backends: tuple[str, ...] = LAB_DEFAULT
     seed: int = 0
-    """Seed of the loss."""
+    """Random seed of the loss."""
     patience_s: float = 30.0
-    """Seconds of patience with a backend at a point."""
+    """Wait limit for a backend at a point, in seconds."""
     timeout_s: float = 600.0
-    """Seconds after which a point must have ended."""
+    """Seconds after which a point times out."""
 
     def __post_init__(self) -> None:
         check_between("ranks", self.ranks, 2, 64)
@@ -63,13 +63,13 @@ class SweepSettings:
         self.points()
 
     def points(self) -> list[AllReduceSettings]:
-        """The settings of every point, those of one lab next to each other."""
+        """The settings of every point; points that share a lab are adjacent."""
         return [
             self._point(rate, delay, loss, burst)
             for rate in self.rates
             for delay in self.delays
             for loss in self.losses
-            for burst in (self.bursts if loss else (1.0,))  # without loss, all bursts are the same
+            for burst in (self.bursts if loss else (1.0,))  # without loss, bursts make no difference
         ]
 
     def _point(self, rate: str, delay: str, loss: float, burst: float | str) -> AllReduceSettings:
@@ -106,22 +106,22 @@ class SweepPoint:
     """Result of one combination."""
 
     requested: dict[str, Any]
-    """Conditions that were asked of the network."""
+    """Requested conditions of the network."""
     mb: float
     measured: dict[str, Any] | None = None
-    """Counts of the network itself."""
+    """Counters of the network."""
     network: str | None = None
     """Kind of the lab."""
     processors_withheld: float | None = None
-    """Share of the processor time which this machine, if it is a virtual one, asked for and did not get."""
+    """Fraction of processor time that the hypervisor withheld (steal)."""
     results: list[AllReduceResult] = field(default_factory=list)
     error: str | None = None
-    """Reason why there are no results."""
+    """Error, if there are no results."""
 
 
 @dataclass(frozen=True)
 class SweepReport:
-    """Results, and the conditions under which they came out; points are added one by one."""
+    """Results with the conditions of their measurement; points are added one by one."""
 
     conditions: dict[str, Any]
     points: list[SweepPoint] = field(default_factory=list)
@@ -137,7 +137,7 @@ class SweepReport:
         return {"conditions": self.conditions, "points": [asdict(point) for point in self.points]}
 
     def write(self, path: Path) -> None:
-        """Writes JSON; makes missing folders."""
+        """Writes JSON and creates missing folders."""
         write_json(path, self.to_json())
 
 
@@ -145,7 +145,7 @@ def run_sweep(settings: SweepSettings, advance: Advance = ignore_progress) -> It
     """Measures point by point. A point that fails is recorded and does not end the others.
 
     Raises:
-        stormtorch_lab.netns.LabUnavailable: No such lab can be made here.
+        stormtorch_lab.netns.LabUnavailable: This machine cannot make such a lab.
     """
     lab: Lab | None = None
     with contextlib.ExitStack() as labs:
@@ -163,7 +163,7 @@ def run_sweep(settings: SweepSettings, advance: Advance = ignore_progress) -> It
             except LabUnavailable:
                 raise
             except (RankFailed, LabError) as error:
-                lab = None  # whatever is wrong in it goes with it
+                lab = None  # the next point gets a new one
                 yield SweepPoint(requested=requested, mb=point.mb[0], error=str(error))
             else:
                 yield SweepPoint(
@@ -177,7 +177,7 @@ def run_sweep(settings: SweepSettings, advance: Advance = ignore_progress) -> It
 
 
 def _fits(running: Conditions, wanted: Conditions) -> bool:
-    """Only the loss can change without another lab, and only between bursts of packets or between those of time."""
+    """Whether two points can share a lab: they may differ in loss, and in bursts of the same unit."""
     return running.timed == wanted.timed and running.changed(loss=0.0) == wanted.changed(loss=0.0)
 
 

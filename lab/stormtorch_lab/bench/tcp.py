@@ -1,4 +1,4 @@
-"""TCP connections of other libraries in this process: gloo opens some, and shows none of its sockets."""
+"""Finds, configures and cuts TCP connections of other libraries in this process: gloo does not expose its sockets."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ class Stream:
 
     descriptor: int
     identity: str
-    """Identity of the socket; a descriptor may be closed and used again."""
+    """Identity of the socket, as a descriptor may be reused."""
 
     def _open(self) -> socket.socket | None:
         try:
@@ -29,7 +29,7 @@ class Stream:
         return None
 
     def congestion_control(self) -> str:
-        """Congestion control that the kernel uses for it; empty if it is closed."""
+        """Congestion control in use by the kernel; empty if closed."""
         stream = self._open()
         if stream is None:
             return ""
@@ -37,7 +37,7 @@ class Stream:
             return stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0").decode()
 
     def choose(self, congestion_control: str) -> None:
-        """Sends with that congestion control from now on.
+        """Sets the congestion control of the connection.
 
         Not by net.ipv4.tcp_congestion_control: in a network namespace, that takes only what
         tcp_allowed_congestion_control of the machine lists, even for root.
@@ -48,14 +48,14 @@ class Stream:
                 stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control.encode())
 
     def mark(self, dscp: int) -> None:
-        """Sends packets with that differentiated service from now on."""
+        """Sets the DSCP of its packets."""
         stream = self._open()
         if stream is not None:
             with stream:
                 stream.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
 
     def abort(self) -> None:
-        """Ends it, whatever is still to be sent or read."""
+        """Aborts it and discards unsent and unread data."""
         stream = self._open()
         if stream is not None:
             with stream, contextlib.suppress(OSError):
@@ -72,7 +72,7 @@ def streams() -> set[Stream]:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as stream:
                 if stream.type == socket.SOCK_STREAM and stream.family in (socket.AF_INET, socket.AF_INET6):
-                    stream.getpeername()  # fails where nobody is at the other end
+                    stream.getpeername()  # fails if not connected
                     found.add(Stream(int(name), identity))
     return found
 
@@ -83,16 +83,16 @@ class Connections:
 
     streams: frozenset[Stream]
     congestion_control: str
-    """Congestion control, as the kernel reports it."""
+    """Congestion control, as reported by the kernel."""
 
     def abort(self) -> None:
-        """Ends them: a call that was given up would go on and disturb others."""
+        """Cuts them: an aborted call would otherwise go on and disturb others."""
         for stream in self.streams:
             stream.abort()
 
 
 def opened_by(connect: Callable[[], Opened], congestion_control: str | None) -> tuple[Opened, Connections]:
-    """Calls `connect`; returns its result and the connections it has made, with that congestion control.
+    """Calls `connect`; returns its result and its new connections, set to that congestion control.
 
     None leaves the system's.
 

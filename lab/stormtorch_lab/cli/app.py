@@ -1,4 +1,4 @@
-"""The lab's commands, as the command `stormtorch` finds them."""
+"""Registers the lab's commands with the command `stormtorch`."""
 
 from stormtorch.cli.terminal.help_layout import App
 from stormtorch_lab.cli import lab, train
@@ -18,16 +18,16 @@ def add(app: App) -> None:
     app.add_typer(
         lab.app,
         name="lab",
-        help="Virtual hosts whose network really loses, limits and delays packets.",
+        help="Virtual hosts on a real network with packet loss, rate limits and delay.",
         rich_help_panel=_STUDY,
     )
     app.add_typer(
-        exchanges.app, name="bench", help="Measure stormtorch beside gloo, in the same run.", rich_help_panel=_STUDY
+        exchanges.app, name="bench", help="Benchmark stormtorch against gloo in the same run.", rich_help_panel=_STUDY
     )
     app.add_typer(
         train.app,
         name="train",
-        help="Train real models over networks that lose, policies side by side.",
+        help="Train real models over lossy networks and compare policies.",
         rich_help_panel=_STUDY,
     )
     for command in (simulate, theory, chaos, report):

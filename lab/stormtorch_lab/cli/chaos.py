@@ -1,4 +1,4 @@
-"""`stormtorch chaos`: checks what was typed, shows progress, tables and the verdict; others do the work."""
+"""The command `stormtorch chaos`: options, progress, tables and the verdict."""
 
 import contextlib
 import shutil
@@ -19,21 +19,23 @@ from stormtorch_lab.cli.terminal.options import Delay, Loss, Rate
 def chaos(
     hosts: Annotated[int, typer.Option(help="Virtual hosts that train, one process on each: 3 to 32.")] = 5,
     minutes: Annotated[
-        float, typer.Option(help="Time in which faults strike; the undisturbed run comes on top.")
+        float, typer.Option(help="Minutes in which faults are injected; the run without faults takes further time.")
     ] = 3.0,
-    seed: Annotated[int, typer.Option(help="Seed of the schedule, of the loss, of weights and of batches.")] = 1,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of the schedule, the packet loss, the weights and the batches.")
+    ] = 1,
     loss: Loss = 0.1,
     rate: Rate = None,
     delay: Delay = None,
     faults: Annotated[
         str,
         typer.Option(
-            help="Kinds of faults to draw from, separated by commas.",
+            help="Kinds of faults to inject, separated by commas.",
             show_default="all kinds",
             autocompletion=complete_choice_list(FAULTS),
         ),
     ] = FAULTS,
-    spares: Annotated[int, typer.Option(help="Further hosts, which join and leave.")] = 1,
+    spares: Annotated[int, typer.Option(help="Additional hosts that join and leave.")] = 1,
     policy: Annotated[
         str,
         typer.Option(
@@ -41,31 +43,36 @@ def chaos(
             autocompletion=complete_choice(POLICIES),
         ),
     ] = "lead",
-    silence_s: Annotated[float, typer.Option(help="Silence after which ranks go on without a peer.")] = 2.0,
-    pace_s: Annotated[float, typer.Option(help="Shortest time of a step: processes share this machine's cores.")] = 0.1,
+    silence_s: Annotated[float, typer.Option(help="Seconds of silence after which the ranks exclude a peer.")] = 2.0,
+    pace_s: Annotated[
+        float, typer.Option(help="Shortest time of a step in seconds: processes share this machine's cores.")
+    ] = 0.1,
     patience_s: Annotated[
-        float, typer.Option(help="Time within which training must go on after a fault, and struck hosts return.")
+        float,
+        typer.Option(
+            help="Seconds after a fault within which training must continue and the affected hosts must be back."
+        ),
     ] = 30.0,
     baseline: Annotated[
-        bool, typer.Option(help="Train once more for as many steps without faults, and compare the loss.")
+        bool, typer.Option(help="Train again for as many steps without faults, and compare the validation loss.")
     ] = True,
     json: Json = None,
     plot: Plot = None,
     keep: Annotated[
         Path | None,
         typer.Option(
-            help="Keep the logs of all processes in this new folder; without it, only a run that failed leaves some.",
+            help="Keep the logs of all processes in this new folder; by default, only a failed run keeps its logs.",
             file_okay=False,
         ),
     ] = None,
 ) -> None:
-    """Train on hosts that crash, hang, leave and join, over links that fail, and check what must always hold.
+    """Train on hosts that crash, hang, leave and join, over links that fail, and check invariants.
 
-    A lab of virtual hosts trains a small language model. A schedule that depends on the seed alone kills and pauses
-    processes; cuts hosts, links and all of the network; parts it; lets half of the packets vanish, or all large ones;
-    lets hosts join and leave. Kinds: kill, pause, cut, link, outage, partition, storm, mtu, join, leave.
-    The tables show how long training paused and when struck hosts took part again, and which invariants held.
-    The exit code is 0 if all held and 1 if not.
+    A lab of virtual hosts trains a small language model. A schedule drawn from the seed kills and pauses processes;
+    cuts off hosts, links or the whole network; partitions it; drops half of the packets, or all large ones; and lets
+    hosts join and leave. Kinds: kill, pause, cut, link, outage, partition, storm, mtu, join, leave.
+    The tables show how long training paused, when affected hosts took part again, and which invariants held.
+    The exit status is 0 if all held and 1 if not.
 
     [bold]Examples[/bold]
 
@@ -106,9 +113,9 @@ def chaos(
             with progress_bar(round(60 * minutes), f"making {hosts} hosts", unit="s") as advance:
                 report = run.run_chaos(settings, folder, advance)
             if keep is None and not report.passed:
-                stack.pop_all()  # they may tell why
+                stack.pop_all()  # the logs may show why
             try:
-                save(report.write, json)  # first: whatever befalls the rest, the figures are kept
+                save(report.write, json)  # first, so that a later failure cannot lose the figures
             finally:
                 show_chaos(report, Console(), kept=folder if keep is not None or not report.passed else None)
             if plot is not None:

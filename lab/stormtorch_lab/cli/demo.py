@@ -1,4 +1,4 @@
-"""`stormtorch demo`: a race of two trainings over a line that loses, what loss costs accuracy, a verdict and a page."""
+"""The command `stormtorch demo`: two trainings race over a lossy link; accuracy under loss; a verdict and a page."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from stormtorch_lab.cli.race import Race
 
 _PAGE = Path("stormtorch-demo.html")
-# TCP-CUBIC comes to a stop under loss: it gets so many seconds for its first step.
+# TCP-CUBIC stalls under loss: its first step is aborted after so many seconds.
 _WAIT_LIMIT_S = 12.0
 _IN_TURNS = (
-    "stormtorch and DDP on gloo take turns of about a second on the same cores and the same lines: whoever has trained "
-    "for the shorter time goes on."
+    "stormtorch and DDP on gloo alternate about every second on the same cores and the same links: the one with less "
+    "training time goes next."
 )
 
 
 @dataclass
 class _Found:
-    """What there is so far: whatever ends the demo, this is written."""
+    """Results so far; written however the demo ends."""
 
     race: ConvergenceReport
     note: str
@@ -47,20 +47,18 @@ class _Found:
 
 def demo(
     seconds: Annotated[float, typer.Option(help="Seconds of training for each contender: 1 to 120.")] = 20.0,
-    loss: Annotated[float, typer.Option(help="Fraction of all packets to lose, TCP's as well: 0 to 0.5.")] = 0.1,
+    loss: Annotated[float, typer.Option(help="Fraction of all packets to drop, TCP's included: 0 to 0.5.")] = 0.1,
     rate: Annotated[
         str,
         typer.Option(
-            help="Rate of each host's line: 20mbit, 100mbit, 1gbit.",
+            help="Rate of each host's access link: 20mbit, 100mbit, 1gbit.",
             autocompletion=complete_choice("20mbit,100mbit,400mbit,1gbit"),
         ),
     ] = "100mbit",
-    delay: Annotated[
-        str, typer.Option(help="Delay from host to host, one way: 20ms is a round trip of 40 ms.")
-    ] = "20ms",
+    delay: Annotated[str, typer.Option(help="One-way delay between hosts: 20ms is a round trip of 40 ms.")] = "20ms",
     ranks: Annotated[int, typer.Option(help="Hosts that train together, on these cores: 2 to 8.")] = 2,
     lab: Annotated[
-        bool, typer.Option(help="Make a lab if this machine can; --no-lab shows what it shows if it cannot.")
+        bool, typer.Option(help="Use a lab if this machine can make one; --no-lab always runs on loopback.")
     ] = True,
     page: Annotated[Path, typer.Option(help="Write the report to this HTML file.", dir_okay=False)] = _PAGE,
     json: Annotated[
@@ -70,14 +68,14 @@ def demo(
         bool | None, typer.Option("--open/--no-open", help="Open the report.", show_default="if there is a screen")
     ] = None,
 ) -> None:
-    """See in two minutes what stormtorch is for: the same training beside DDP on gloo, over a line that loses packets.
+    """See in two minutes what stormtorch is for: a race against DDP on gloo under loss.
 
-    Virtual hosts train a small language model over lines of 100 Mbit/s with a round trip of 40 ms that really lose a
-    tenth of all packets, stormtorch's and TCP's alike. Two curves race over the seconds.
+    Virtual hosts train a small language model over links of 100 Mbit/s with a round trip of 40 ms that lose a tenth of
+    all packets, stormtorch's and TCP's alike. A chart shows the loss of both trainings over the seconds.
     Then the same steps are trained with and without loss: what does loss cost accuracy?
     It ends with a verdict and one HTML page. It takes less than three minutes on two cores.
-    Root is not needed where the kernel allows user namespaces. Where no lab can be made, it says so: TCP then has a
-    perfect network, and stormtorch alone loses datagrams.
+    Root is not needed where the kernel allows user namespaces. Where no lab can be made, the demo reports it and runs
+    on loopback: TCP then has a perfect network, and only stormtorch loses datagrams.
 
     [bold]Examples[/bold]
 
@@ -102,7 +100,7 @@ def demo(
             _accuracy(settings, found, loss, console)
         except KeyboardInterrupt:
             interrupted = True
-            console.print("interrupted: all ranks are ended; this is what there is", style="bold")
+            console.print("interrupted: all ranks have ended; these are the results so far", style="bold")
         finally:
             _conclude(found, console, page, json)
         if not interrupted:
@@ -116,11 +114,11 @@ def _check(seconds: float, loss: float, rate: str, ranks: int) -> None:
     check_between("loss", loss, 0.0, 0.5)
     check_between("ranks", ranks, 2, 8)
     if rate == "unlimited":
-        raise BadSetting("rate", "must be a rate such as 100mbit: without a limit there is no line to race on")
+        raise BadSetting("rate", "must be a rate such as 100mbit: the race needs a limited rate")
 
 
 def _writable(page: Path) -> Path:
-    """Moves the page to a folder of its own if nobody chose a place and this one takes no files."""
+    """Moves the page to a temporary folder if no path was chosen and this folder is not writable."""
     try:
         check_file("page", page)
     except BadSetting:
@@ -133,7 +131,7 @@ def _writable(page: Path) -> Path:
 def _settings(
     seconds: float, loss: float, rate: str, delay: str, ranks: int, lab: bool
 ) -> tuple[ConvergenceSettings, str]:
-    """Chooses the contenders that this machine allows; returns them with a sentence about what is compared."""
+    """Chooses the backends that this machine can run; returns them with a sentence on what is compared."""
     from stormtorch.telemetry.text import network_text
     from stormtorch_lab.bench.convergence import ConvergenceSettings
     from stormtorch_lab.netns.access import LabUnavailable, available_tcp
@@ -152,7 +150,7 @@ def _settings(
         "wires": ("float32",),
         "turns": True,
         "patience_s": min(_WAIT_LIMIT_S, max(seconds, 3.0)),
-        # Processes may take a minute to start on a busy machine, and evaluations are not on the clock.
+        # Processes may take a minute to start on a busy machine, and evaluations stop the clock.
         "timeout_s": 150 + 10 * seconds,
     }
     reason = "--no-lab was given"
@@ -169,14 +167,14 @@ def _settings(
                 else "This kernel has no TCP-BBR: DDP on gloo runs with CUBIC, Linux's default, after stormtorch. "
             )
             how = with_bbr + (_IN_TURNS if len(peers) > 1 else "")
-            return settings, f"Lab of {ranks} hosts by {access}: {line}, for TCP's packets too. {how.strip()}"
+            return settings, f"Lab of {ranks} hosts by {access}: {line}, TCP's packets included. {how.strip()}"
     except LabUnavailable as error:
         reason = str(error).partition(" Without a lab,")[0].rstrip(".")
     settings = ConvergenceSettings(backends=("storm-drift", "gloo"), faults=loss, **common)
     note = (
-        f"No lab here ({reason}). Without one, nothing can make TCP lose packets: DDP on gloo runs on a perfect "
-        f"loopback, and {percent(loss)} of stormtorch's datagrams are lost by fault injection, at no limit of rate. "
-        f"The race shows what that costs stormtorch, not what loss does to TCP; with a lab it shows both. {_IN_TURNS}"
+        f"No lab here ({reason}). Without a lab, TCP cannot be made to lose packets: DDP on gloo runs on a perfect "
+        f"loopback, and fault injection drops {percent(loss)} of stormtorch's datagrams, without a rate limit. "
+        f"The race shows what that costs stormtorch, not what loss does to TCP; a lab shows both. {_IN_TURNS}"
     )
     return settings, note
 
@@ -186,13 +184,13 @@ def _begin(settings: ConvergenceSettings, note: str) -> _Found:
 
     report = ConvergenceReport.begin(settings)
     if "gloo-bbr" in settings.backends:
-        order = f"{report.conditions['order']}; gloo-cubic alone afterwards, in processes of its own"
+        order = f"{report.conditions['order']}; gloo-cubic alone afterwards, in its own processes"
         report.conditions["order"] = order
     return _Found(report, note)
 
 
 def _race(settings: ConvergenceSettings, found: _Found, console: Console) -> None:
-    """Runs those that take turns, then whoever runs alone; keeps what there is, whatever ends it."""
+    """Runs the backends that alternate, then gloo-cubic alone; keeps the results however it ends."""
     from stormtorch_lab.cli.race import Race, shown
     from stormtorch_lab.report.text import called, where_text
 
@@ -224,7 +222,7 @@ def _run(settings: ConvergenceSettings, race: Race, found: _Found) -> None:
 
 @contextlib.contextmanager
 def _retained(race: Race, found: _Found) -> Iterator[None]:
-    """Makes curves of the evaluations of those who were ended before they returned one."""
+    """Makes curves from the evaluations of backends that ended before they returned one."""
     from stormtorch_lab.bench.convergence import Curve
 
     try:
@@ -237,7 +235,7 @@ def _retained(race: Race, found: _Found) -> Iterator[None]:
 
 
 def _ended(name: str, points: list[Point], found: _Found) -> list[Point]:
-    """Marks a peer over TCP whose processes did not end in time as given up."""
+    """Marks a backend over TCP as aborted if its processes did not end in time."""
     late = bool(found.problems) and name.startswith("gloo")
     return [*points, replace(points[-1], gave_up=True)] if late else points
 
@@ -262,7 +260,7 @@ def _accuracy(settings: ConvergenceSettings, found: _Found, loss: float, console
 
 
 def _conclude(found: _Found, console: Console, page: Path, json: Path | None) -> None:
-    """Says the verdict and writes the page."""
+    """Prints the verdict and writes the page."""
     from rich.panel import Panel
     from rich.text import Text
 
@@ -292,7 +290,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _open(page: Path, wanted: bool | None, console: Console) -> None:
-    """Opens the page where somebody can see it: on a screen of this machine, not over ssh and not in CI."""
+    """Opens the page on a screen of this machine; not over ssh and not in CI."""
     if wanted is None:
         screen = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
         away = any(os.environ.get(name) for name in ("SSH_CONNECTION", "SSH_TTY", "CI"))

@@ -1,4 +1,4 @@
-"""`stormtorch lab`: reads options, shows what was asked for and what was measured."""
+"""The command `stormtorch lab`: runs commands on virtual hosts; shows the requested and the measured network."""
 
 import contextlib
 import os
@@ -70,17 +70,17 @@ def run(
     per_link: PerLink = None,
     paths: Annotated[int, typer.Option(help="Paths between the hosts, 1 to 4: eth0, eth1 and so on on each.")] = 1,
     management: Annotated[
-        bool, typer.Option("--management", help="Rendezvous over a second network that loses nothing.")
+        bool, typer.Option("--management", help="Rendezvous over a second network without loss.")
     ] = False,
-    timeout_s: Annotated[float | None, typer.Option(help="End everything after so many seconds.")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="End all processes after so many seconds.")] = None,
     json: Json = None,
 ) -> None:
-    """Run a command on virtual hosts whose network loses, limits and delays packets.
+    """Run a command on virtual hosts with packet loss, rate limits and delay between them.
 
     Every host is a network namespace on one switch; packets cross the kernel's real network stack.
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets them, and torchrun itself finds
-    the hosts without further options.
-    The exit status is that of the worst rank. Root is not needed where the kernel allows user namespaces.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets them; torchrun itself also finds
+    the hosts, without further options.
+    The exit status is the highest of all ranks. Root is not needed where the kernel allows user namespaces.
 
     [bold]Examples[/bold]
 
@@ -152,7 +152,7 @@ def change(
     low_share: LowShare = None,
     low_queue: LowQueue = None,
     mtu: Annotated[
-        int | None, typer.Option(help="Let larger IP packets vanish, as in many tunnels: 576 to 1500 bytes.")
+        int | None, typer.Option(help="Drop larger IP packets, as many tunnels do: 576 to 1500 bytes.")
     ] = None,
     cut: Annotated[
         list[str] | None,
@@ -162,17 +162,17 @@ def change(
         ),
     ] = None,
     join: Annotated[
-        list[str] | None, typer.Option(help="Let a host or a link that was cut off come back, in the same words.")
+        list[str] | None, typer.Option(help="Reconnect a host or a link that was cut off, written as for --cut.")
     ] = None,
     path: Annotated[
-        int | None, typer.Option(help="Change this path alone, of a lab with several (--paths); the first is 0.")
+        int | None, typer.Option(help="Change only this path of a lab with several (--paths); the first is 0.")
     ] = None,
     rebind: Annotated[
         list[int] | None,
-        typer.Option(help="Have the router of a host (--nat) forget what it has translated, so that ports change."),
+        typer.Option(help="Clear the translation table of a host's router (--nat), so that ports change."),
     ] = None,
 ) -> None:
-    """Change the network of a running lab; what is not named stays as it is.
+    """Change the network of a running lab; conditions that are not given stay as they are.
 
     [bold]Examples[/bold]
 
@@ -199,7 +199,7 @@ def change(
             low_queue=low_queue,
             mtu=mtu,
         )
-        # Wrong values need no lab to be found out. Jitter needs a delay, which the lab may have, and classes a rate.
+        # Wrong values are found without a lab. Only the lab knows whether jitter has its delay, and classes their rate.
         assumed = Conditions(delay=1.0) if low_share is None else Conditions(rate="1gbit")
         assumed.changed(**changes)
         if trace is not None:
@@ -213,14 +213,14 @@ def change(
         if not changes:
             raise BadCondition("loss", "or another condition must be given: there is nothing to change")
         reply = send_request(lab, {"set": changes, **({} if path is None else {"path": path})})
-        # Without --lab it is the only one that runs, which somebody else may have started.
+        # Without --lab this is the only running lab, perhaps started by another user: name it.
         words = f"lab {reply['lab']}: now {requested_text(reply['requested'])}"
         Console(stderr=True, highlight=False).print(words, soft_wrap=True)
 
 
 @app.command()
 def show(lab: LabName = None) -> None:
-    """Show what was asked of a running lab's network, and what it has done so far."""
+    """Show the requested network of a running lab, and what it has measured so far."""
     with friendly_errors():
         from stormtorch_lab.cli.tables.lab import shown_text
         from stormtorch_lab.netns.registry import send_request
@@ -230,7 +230,7 @@ def show(lab: LabName = None) -> None:
 
 @app.command()
 def clean() -> None:
-    """Remove what labs have left that were killed. Labs that run are not touched."""
+    """Remove the remains of labs that were killed. Running labs are not touched."""
     with friendly_errors():
         from stormtorch_lab.netns.registry import clean as remove
         from stormtorch_lab.netns.registry import running
@@ -239,7 +239,7 @@ def clean() -> None:
         for line in removed:
             typer.echo(f"removed {line}")
         if not removed:
-            typer.echo("nothing was left")
+            typer.echo("nothing to remove")
         if names := running():
             typer.echo(f"still running: {', '.join(names)}")
 
@@ -259,7 +259,7 @@ def _changes(**options: Any) -> dict[str, Any]:
 
 
 def _routers(words: Sequence[str]) -> dict[int, str]:
-    """Reads hosts behind routers, such as 1 and 2:symmetric."""
+    """Parses hosts behind routers, such as 1 and 2:symmetric."""
     routers = {}
     for word in words:
         found = re.fullmatch(r"(\d+)(?::(\w+))?", word)
@@ -270,7 +270,7 @@ def _routers(words: Sequence[str]) -> dict[int, str]:
 
 
 def _hosts_and_links(option: str, words: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Reads hosts such as 2, and links such as 0-1 and 0:1."""
+    """Parses hosts such as 2, and links such as 0-1 and 0:1."""
     hosts: list[int] = []
     links: list[tuple[int, int]] = []
     for word in words:
@@ -300,7 +300,7 @@ def _read_trace(text: str) -> Any:
 def _silence_broken(
     console: Console, write: Callable[["OutputLine"], None]
 ) -> Iterator[Callable[["OutputLine"], None]]:
-    """Says every ten seconds that the command still runs, on the standard error, while it writes nothing itself."""
+    """While the command writes nothing, prints to standard error every ten seconds that it still runs."""
     from stormtorch.cli.terminal.screen import EVERY_S, periodic_lines
 
     begun_s = last_s = time.monotonic()
@@ -320,7 +320,7 @@ def _silence_broken(
 
 
 def _writer(per_node: int) -> Callable[["OutputLine"], None]:
-    """Writes lines with their origin in front, in the host's colour; standard error stays standard error."""
+    """Writes output lines behind the name of their host, in its colour; standard error stays standard error."""
     styled = {error: (sys.stderr if error else sys.stdout).isatty() for error in (False, True)}
 
     def write(line: "OutputLine") -> None:

@@ -1,4 +1,4 @@
-"""Networks from what was typed: a lab's, or a simulated one of options that must not contradict each other."""
+"""Network conditions from command-line options: a lab's, or a simulated network's loss model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_LOSS = 0.1
 
 
 def typed_burst(text: str) -> float | str:
-    """Length of bursts as typed: a number of packets, or else the text of a time, which others check."""
+    """Parses the length of bursts: a number of packets, or the text of a time, which `Conditions` checks."""
     try:
         return float(text)
     except ValueError:
@@ -24,7 +24,7 @@ def typed_burst(text: str) -> float | str:
 
 
 def burst_in_packets(text: str) -> float:
-    """Length of bursts as typed, where there is no clock; raises `BadSetting` for a time."""
+    """Parses the length of bursts where there is no clock; raises `BadSetting` for a time."""
     length = typed_burst(text)
     if isinstance(length, str):
         raise BadSetting("burst", f"must be a number of packets, got {text!r}: virtual workers have no clock")
@@ -32,7 +32,7 @@ def burst_in_packets(text: str) -> float:
 
 
 def lab_network(seed: int, **conditions: str | float | None) -> Conditions | None:
-    """Conditions of a lab; None where no condition was given: that is loopback."""
+    """Conditions of a lab; None if no condition was given, which means loopback."""
     from stormtorch_lab.netns.conditions import Conditions
 
     given: dict[str, str | float | None] = {name: value for name, value in conditions.items() if value is not None}
@@ -44,11 +44,11 @@ def lab_network(seed: int, **conditions: str | float | None) -> Conditions | Non
         given["burst"] = typed_burst(burst)
     if given.get("rate") == "unlimited":
         given["rate"] = None
-    return Conditions(seed=seed, **given)  # type: ignore[arg-type]  # it checks them all
+    return Conditions(seed=seed, **given)  # type: ignore[arg-type]  # Conditions checks them all
 
 
 def with_links(network: Conditions | None, per_link: Path | None, hosts: int) -> Conditions | None:
-    """Conditions of a lab with what a file says about single links and hosts; a file alone makes a lab, too."""
+    """Conditions of a lab with a file of single links and hosts; the file alone also asks for a lab."""
     if per_link is None:
         return network
     from stormtorch_lab.netns.conditions import Conditions
@@ -59,10 +59,10 @@ def with_links(network: Conditions | None, per_link: Path | None, hosts: int) ->
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedNetworkOptions:
-    """Options of a simulated network that mean something only together; the fields have the names of the options.
+    """Options of a simulated network that must agree with each other; fields are named as the options.
 
     Raises:
-        BadSetting: From `model`: a value makes no sense, by itself or beside another.
+        BadSetting: From `model`: a value is invalid, or contradicts another.
     """
 
     workers: int = 64
@@ -81,7 +81,7 @@ class SimulatedNetworkOptions:
         return DEFAULT_LOSS if self.loss is None else self.loss
 
     def model(self) -> LossModel | None:
-        """Loss model of all links; None where `loss` and `burst` say all."""
+        """Loss model of all links; None where `loss` and `burst` describe it."""
         from stormtorch.network.loss import Stragglers, loss_in_bursts
 
         reached = self._links()
@@ -130,8 +130,8 @@ class SimulatedNetworkOptions:
 
     @staticmethod
     def _alone(option: str, **others: object) -> None:
-        """Raises `BadSetting` for an option that cannot stand beside another."""
+        """Raises `BadSetting` for an option that excludes another."""
         for name, value in others.items():
             if value is not None:
                 shown = option.replace("_", "-")
-                raise BadSetting(name, f"cannot stand beside --{shown}, which says what every link loses")
+                raise BadSetting(name, f"cannot be combined with --{shown}, which sets the loss of every link")

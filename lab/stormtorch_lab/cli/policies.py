@@ -1,4 +1,4 @@
-"""Policies from what was typed: which of them takes which setting."""
+"""Policies from command-line options: which policy takes which setting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def given(command: typer.Context) -> frozenset[str]:
-    """Names of the settings of policies that were typed, though they may equal their usual values."""
+    """Names of the policy settings given on the command line, even if they equal the defaults."""
     from stormtorch_lab.policies.presets import PolicySettings
 
     sources = {each.name: command.get_parameter_source(each.name) for each in fields(PolicySettings)}
@@ -22,10 +22,10 @@ def given(command: typer.Context) -> frozenset[str]:
 
 
 def fields_of(texts: list[str] | None, policies: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Reads `--set`: names and values of fields, each of which one of the policies has.
+    """Parses `--set`: names and values of fields; at least one of the policies must have each.
 
     Raises:
-        BadSetting: A text is no NAME=VALUE, or no policy has that field.
+        BadSetting: A text is not NAME=VALUE, or no policy has that field.
     """
     from stormtorch_lab.policies.presets import make_policy
 
@@ -39,13 +39,13 @@ def fields_of(texts: list[str] | None, policies: tuple[str, ...]) -> tuple[tuple
         except ValueError as error:
             raise BadSetting("policy", str(error).removeprefix("policy ")) from error
         if name not in known:
-            raise BadSetting("set", f"names {name}, which no policy here has: they have {', '.join(sorted(known))}")
+            raise BadSetting("set", f"names {name}, which no chosen policy has: they have {', '.join(sorted(known))}")
         found.append((name, value))
     return tuple(found)
 
 
 def redundancy_of(text: str) -> float | Literal["auto"]:
-    """Reads `--redundancy`: a number, or "auto".
+    """Parses `--redundancy`: a number, or "auto".
 
     Raises:
         BadSetting: It is neither.
@@ -59,7 +59,7 @@ def redundancy_of(text: str) -> float | Literal["auto"]:
 
 
 def check_taken(settings: StudySettings) -> None:
-    """Raises `BadSetting` for a setting of policies that was chosen, but that none of the policies takes."""
+    """Raises `BadSetting` for a given setting that none of the policies takes."""
     from stormtorch_lab.policies.presets import PolicySettings, names
 
     usual = PolicySettings()
@@ -73,11 +73,11 @@ def check_taken(settings: StudySettings) -> None:
 
 
 def _takes(name: str, knob: str, value: Any) -> bool:
-    """Whether the setting makes a difference to a policy. Two budgets are tried: one may equal that of gradients."""
+    """Whether the setting changes a policy. Two budgets are tried, as one may equal that of gradients."""
     from stormtorch_lab.policies.presets import PolicySettings, make_policy
 
     bases = (PolicySettings(), PolicySettings(budget=0.5))
     try:
         return any(make_policy(name, replace(base, **{knob: value})) != make_policy(name, base) for base in bases)
     except ValueError:
-        return True  # it refuses that value, so that it has the setting
+        return True  # it rejects the value, so it has the setting

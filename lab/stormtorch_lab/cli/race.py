@@ -1,4 +1,4 @@
-"""Live picture of a race: curves over seconds, tokens per second, and who is ahead; piped, a line every ten seconds."""
+"""Live chart of the demo's race: loss over seconds, tokens per second, and the leader; piped, a line every 10 s."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROWS = 13
 
 
 class Race:
-    """Evaluations so far, and how they look."""
+    """Evaluations so far, as a chart or as a line of text."""
 
     def __init__(self, settings: ConvergenceSettings, where: str) -> None:
         self.settings = settings
@@ -40,13 +40,13 @@ class Race:
         self.doing = ""
 
     def tokens_per_s(self, backend: str) -> float | None:
-        """Tokens of all ranks per second on the clock; None before the first step."""
+        """Tokens of all ranks per second of training; None before the first step."""
         last = self.points[backend][-1]
         made = last.steps * self.settings.batch * self.settings.context * self.settings.ranks
         return made / last.clock_s if last.clock_s else None
 
     def ahead(self) -> str:
-        """Says who is ahead at the last second that two have come to."""
+        """Describes which training is ahead at the last second that two of them have reached."""
         curves = {name: points for name, points in self.points.items() if points[-1].steps}
         if len(curves) < 2:
             return ""
@@ -72,7 +72,7 @@ class Race:
         yield self.picture(console.width, console.encoding.lower().startswith("utf"))
 
     def picture(self, width: int, braille: bool = True) -> RenderableType:
-        """The whole picture, for a terminal of that width."""
+        """The whole chart, for a terminal of that width."""
         parts: list[RenderableType] = [Text(self._where, style="bold")]
         lines = [
             ChartLine(called(name), _STYLES.get(name, "green"), [(point.clock_s, point.loss) for point in points])
@@ -103,7 +103,7 @@ class Race:
             table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
         for name, points in self.points.items():
             last, speed = points[-1], self.tokens_per_s(name)
-            shown = "given up" if last.gave_up else "-" if speed is None else f"{speed:,.0f}"
+            shown = "aborted" if last.gave_up else "-" if speed is None else f"{speed:,.0f}"
             style = _STYLES.get(name, "green")
             table.add_row(
                 Text(called(name), style=f"bold {style}"),
@@ -119,7 +119,7 @@ class Race:
 def shown(race: Race, console: Console) -> Iterator[None]:
     """Shows a race while it runs: live in a terminal, else as a line every ten seconds."""
     if console.is_terminal:
-        # Few refreshes: the picture shares the cores with what is measured.
+        # Few refreshes: drawing takes processor time from the trainings.
         with Live(race, console=console, refresh_per_second=2, transient=False):
             yield
     else:

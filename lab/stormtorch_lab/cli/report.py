@@ -1,4 +1,4 @@
-"""`stormtorch report`: a page of what commands wrote with --json."""
+"""The command `stormtorch report`: an HTML page of the JSON results of other commands."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,7 @@ def report(
     results: Annotated[
         list[Path],
         typer.Argument(
-            help="Files that commands wrote with --json, or folders of them; several of one command are compared.",
+            help="Files that commands wrote with --json, or their folders; several files of one command are compared.",
             metavar="FILE...",
             show_default=False,
         ),
@@ -26,13 +26,14 @@ def report(
         typer.Option("--out", "-o", help="HTML file.", show_default="the first file's name with .html", dir_okay=False),
     ] = None,
     png: Annotated[
-        Path | None, typer.Option(help="Draw each chart into this folder, too; needs matplotlib.", file_okay=False)
+        Path | None,
+        typer.Option(help="Also draw each chart as a PNG into this folder; needs matplotlib.", file_okay=False),
     ] = None,
     csv: Annotated[
-        Path | None, typer.Option(help="Write each chart and table into this folder, too.", file_okay=False)
+        Path | None, typer.Option(help="Also write each chart and table as CSV into this folder.", file_okay=False)
     ] = None,
 ) -> None:
-    """Make one HTML page of results: a verdict, charts and tables in a single file that needs no network.
+    """Make one HTML page of results: verdict, charts, tables.
 
     It reads what `train`, `simulate`, `bench allreduce`, `bench ddp`, `bench latency`, `bench convergence`,
     `bench sweep`, `chaos` and `demo` write with --json. Several files of the same command become one comparison.

@@ -1,4 +1,4 @@
-"""`stormtorch simulate`: checks what was typed, shows progress and a table; others do the work."""
+"""The command `stormtorch simulate`: options, progress and table."""
 
 import contextlib
 import os
@@ -98,12 +98,12 @@ def simulate(
     fuse: Fuse = False,
     deterministic: Deterministic = False,
 ) -> None:
-    """Train on many virtual workers in one process, over a network that loses: policies side by side.
+    """Train on many virtual workers in one process, over a simulated lossy network, and compare policies.
 
-    Every worker has a replica of its own and computes gradients on it; which chunks arrive is drawn for every link.
-    Each policy begins with the same weights and sees the same batches, so differences come from the loss alone.
+    Every worker has its own replica and computes gradients on it; the chunks that arrive are drawn for every link.
+    Each policy begins with the same weights and sees the same batches, so differences come from packet loss alone.
     The table shows perplexity or accuracy, how far replicas drifted apart and how old their copies are.
-    Time is not simulated: nothing is late or congested unless you ask for it, and a step takes what it takes here.
+    Time is not simulated: without --stragglers no chunk is late, and the time of a step is that of this machine.
     torchrun splits the workers over processes and GPUs.
 
     [bold]Examples[/bold]
@@ -137,7 +137,7 @@ def simulate(
             stragglers=stragglers,
             delivered=delivered,
         )
-        # First without a loss model: loss and burst are checked there, by their own names.
+        # Built without a loss model first, so that errors in loss and burst carry those names.
         settings = SimSettings(
             workers=workers,
             steps=steps,
@@ -179,16 +179,16 @@ def simulate(
 
 @contextlib.contextmanager
 def _one_voice(checkpoint: Path | None) -> Iterator[None]:
-    """Lets only the first process of torchrun say what went wrong, and how to go on after Ctrl-C."""
+    """Lets only the first process of torchrun print errors, and how to resume after Ctrl-C."""
     from stormtorch.checks import BadSetting
 
     first = os.environ.get("RANK", "0") == "0"
     try:
         yield
     except KeyboardInterrupt:
-        kept = "nothing is kept; with --checkpoint DIR the same command would go on from here"
+        kept = "results are lost; with --checkpoint DIR the same command can resume"
         if checkpoint is not None:
-            kept = f"the same command goes on from here: what is done is in {checkpoint}"
+            kept = f"the same command resumes from the checkpoint in {checkpoint}"
         if first:
             typer.echo(f"interrupted: {kept}", err=True)
         raise typer.Exit(130) from None
@@ -201,7 +201,7 @@ def _one_voice(checkpoint: Path | None) -> Iterator[None]:
 def run(
     settings: "SimSettings", json: Path | None, plot: Path | None, ledger: Path | None, checkpoint: Path | None
 ) -> None:
-    """Simulates with a progress bar, prints what came of it, and writes the files that were asked for."""
+    """Simulates with a progress bar, prints the results, and writes the requested files."""
     import torch
     from rich.console import Console
 
@@ -229,7 +229,7 @@ def run(
     if not first():
         return
     try:
-        save(report.write, json)  # first: whatever befalls the rest, the figures are kept
+        save(report.write, json)  # first, so that a later failure cannot lose the figures
     finally:
         show_simulation(report, Console())
     save(lambda path: plot_simulation(report, path), plot)

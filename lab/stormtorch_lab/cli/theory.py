@@ -1,4 +1,4 @@
-"""`stormtorch theory`: what mathematics expects of a loss."""
+"""The command `stormtorch theory`: predicted effects of packet loss."""
 
 import json as json_format
 from dataclasses import asdict
@@ -19,19 +19,17 @@ def theory(
     ranks: Annotated[int, typer.Option(help="Ranks that train together: 2 to 1,000,000.")] = 64,
     loss: Loss = 0.1,
     max_lag: MaxLag = None,
-    steps: Annotated[int, typer.Option(help="Steps of a training without loss, to compare with.")] = 1000,
-    chunks: Annotated[
-        int, typer.Option(help="Datagrams that the model fills: 1 M parameters as float32 are 2,800.")
-    ] = 10_000,
+    steps: Annotated[int, typer.Option(help="Steps of a training without loss, for comparison.")] = 1000,
+    chunks: Annotated[int, typer.Option(help="Datagrams per model: 1 M parameters in float32 are 2,800.")] = 10_000,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Tell what mathematics expects of a loss, before anything is trained.
+    """Predict the effect of a loss rate from theory, without training.
 
-    How old copies of parameters get, how far replicas drift apart, and what the lead does about it.
-    How much noisier gradients become, how well averaged models mix, and how many more steps all that costs.
-    Each number says whether it is exact, a bound, an approximation, or as a paper has it.
-    Losses are taken for independent of each other. `stormtorch train` measures what really comes of them.
+    It predicts the age of copies of parameters, the drift of replicas, and the effect of the lead on both.
+    It also predicts the noise of gradients, the mixing of averaged models, and the additional steps.
+    Each number is marked as exact, a bound, an approximation, or published in a paper.
+    Losses are assumed to be independent. `stormtorch train` measures their real effect.
 
     [bold]Examples[/bold]
 
@@ -59,7 +57,7 @@ def theory(
             from stormtorch_lab.cli.plots.theory import plot_prediction
 
             save(lambda path: plot_prediction(prediction, path), plot)
-        show_prediction(prediction, Console())  # last: a pager that is left early takes nothing else with it
+        show_prediction(prediction, Console())  # last, so that quitting a pager early loses nothing
 
 
 def _write(prediction: "Prediction", path: Path) -> None:

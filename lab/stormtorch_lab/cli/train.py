@@ -1,4 +1,4 @@
-"""`stormtorch train`: checks what was typed, shows progress and a table; others do the work."""
+"""The command `stormtorch train`: options, progress and table."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,12 +81,12 @@ def lm(
     rate: Rate = None,
     delay: Delay = None,
 ) -> None:
-    """Train a small language model over a network that loses, policies side by side.
+    """Train a small language model over a lossy network, and compare policies.
 
     The model is a LLaMA of 0.12 million parameters that learns the next byte, with AdamW.
     Each policy begins with the same weights and sees the same batches, so differences come from the loss alone.
-    Datagrams are lost on purpose where they arrive, which needs no root; or really, in a lab.
-    The table shows the perplexity on files held out, the time of a step, and how far replicas drifted apart.
+    Fault injection drops datagrams at the receivers, which needs no root; a lab drops real packets.
+    The table shows the perplexity on held-out files, the time of a step, and how far replicas drifted apart.
 
     [bold]Examples[/bold]
 
@@ -164,11 +164,11 @@ def image(
     rate: Rate = None,
     delay: Delay = None,
 ) -> None:
-    """Train ResNet-20 over a network that loses, policies side by side.
+    """Train ResNet-20 over a lossy network, and compare policies.
 
     It learns by SGD with momentum, from handwritten digits that come with scikit-learn, or from CIFAR-10 in a folder.
     Each policy begins with the same weights and sees the same batches.
-    The table shows loss and accuracy on pictures held out, the time of a step, and how far replicas drifted apart.
+    The table shows loss and accuracy on held-out images, the time of a step, and how far replicas drifted apart.
 
     [bold]Examples[/bold]
 
@@ -209,14 +209,14 @@ def image(
 
 
 def _network(lab: bool, loss: float, burst: str, rate: str | None, delay: str | None) -> "Conditions | None":
-    """Conditions of a lab, where one was asked for or is needed."""
+    """Conditions of a lab, if one was requested or is needed."""
     if not lab and rate is None and delay is None:
         return None
     return lab_network(0, rate=rate, delay=delay, loss=loss, burst=burst if typed_burst(burst) != 1.0 else None)
 
 
 def train(settings: "TrainSettings", json: Path | None = None, plot: Path | None = None) -> None:
-    """Trains with a progress bar, prints what came of it, and writes the files that were asked for."""
+    """Trains with a progress bar, prints the results, and writes the requested files."""
     from rich.console import Console
 
     from stormtorch.cli.terminal.screen import progress_bar
@@ -231,7 +231,7 @@ def train(settings: "TrainSettings", json: Path | None = None, plot: Path | None
     with progress_bar(total, f"starting {settings.ranks} processes", unit="steps") as advance:
         report = run_training(settings, advance)
     try:
-        save(report.write, json)  # first: whatever befalls the rest, the figures are kept
+        save(report.write, json)  # first, so that a later failure cannot lose the figures
     finally:
         show_training(report, Console())
     save(lambda path: plot_training(report, path), plot)

@@ -1,4 +1,4 @@
-"""Processes that work together as the ranks of a job, here or on the hosts of a lab; none is left behind.
+"""Launches the ranks of a job as processes, on this machine or on the hosts of a lab, and always ends them.
 
-Used by studies, benchmarks and tests. Begin with `ranks.py`.
+Used by studies, benchmarks and tests. Start with `ranks.py`.
 """

@@ -1,4 +1,4 @@
-"""Measurements: single calls, counters of the engine, and the log of a rank or of a whole job."""
+"""Measurements: samples of single calls, counters of the engine, and logs of a rank or a whole job."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
@@ -18,7 +18,7 @@ class Delivery(NamedTuple):
 
     @classmethod
     def of(cls, arrivals: Sequence[ExchangeResult]) -> "Delivery":
-        """Takes the mean of what arrived over all exchanges of a call, and the sum of what was sent again."""
+        """Combines all exchanges of a call: mean of the arrived fraction, sum of the retransmissions."""
         if not arrivals:
             return cls()
         arrived = sum(arrival.arrived for arrival in arrivals) / len(arrivals)
@@ -44,24 +44,24 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Counters:
-    """Datagrams, as the engine counts them."""
+    """Counters of datagrams, from the engine."""
 
     lost: int = 0
     """Datagrams lost by fault injection."""
     seen: int = 0
-    """Datagrams that fault injection decided about."""
+    """Datagrams to which fault injection applied."""
     kernel_drops: int = 0
     """Datagrams that the kernel dropped because a socket's buffer was full."""
     sent_bytes: int = 0
     """Bytes sent by datagram or through shared memory, with the engine's headers but without those of UDP."""
     datagram_bytes: int = 0
-    """Bytes of all datagrams sent, the same way: without what passes through shared memory."""
+    """Bytes of all datagrams sent, counted the same way: without shared memory."""
     copied_bytes: int = 0
-    """Bytes copied into shared memory, once for all who read them there, and those read from it."""
+    """Bytes copied into shared memory, once for all readers, and bytes read from it."""
 
     @classmethod
     def of(cls, transport: UdpTransport) -> "Counters":
-        """Reads what the engine has counted so far."""
+        """Reads the counters of the engine."""
         health = transport.health()
         faults = health["faults"]
         return cls(
@@ -81,7 +81,7 @@ class Counters:
 
     @property
     def loss(self) -> float:
-        """Fraction that fault injection lost; 0 where there was nothing to lose."""
+        """Fraction that fault injection dropped; 0 without datagrams."""
         return self.lost / self.seen if self.seen else 0.0
 
 
@@ -99,7 +99,7 @@ class Log:
 
 
 def merge(logs: Sequence[Log]) -> Log:
-    """Merges logs of ranks: the slowest rank's time, the sum of CPU time and repairs, the mean of what arrived."""
+    """Merges logs of ranks: the slowest rank's time, sums of CPU time and repairs, the mean arrived fraction."""
     samples: list[Sample] = []
     for calls in zip(*(log.samples for log in logs), strict=True):
         first = calls[0]

@@ -1,10 +1,10 @@
-"""Error of a job of several ranks. It has a file of its own, as running ranks imports torch, which takes seconds."""
+"""The error of a failed job. A separate file, as `ranks.py` imports torch, which takes seconds."""
 
 from stormtorch.checks import CommandFailed
 
 
 class RankFailed(CommandFailed):
-    """Raised when a rank raised an error, died, or did not end in time. `rank` is None where it was the whole job."""
+    """Raised when a rank raised an error, died, or timed out. `rank` is None if the whole job failed."""
 
     def __init__(self, message: str, *, rank: int | None = None, details: str = "") -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Groups of torch's gloo, called directly: barriers and votes of a job, and what benchmarks compare with."""
+"""Groups of torch's gloo, called directly: barriers and votes of a job, and a peer in benchmarks."""
 
 import os
 from datetime import timedelta
@@ -23,7 +23,7 @@ class GlooGroup(Protocol):
 
 
 def gloo_group(member: Member, name: str, world: int | None = None, interface: str | None = None) -> GlooGroup:
-    """Makes a gloo group of the first `world` ranks; the defaults are all ranks, and the interface that is measured."""
+    """Makes a gloo group of the first `world` ranks; the defaults are all ranks and the measured interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface or member.interface
     store = PrefixStore(name, member.store)
     group = ProcessGroupGloo(store, member.rank, world or member.world, timedelta(minutes=10))

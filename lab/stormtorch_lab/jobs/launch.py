@@ -1,4 +1,4 @@
-"""Places where ranks run: beside this process, or on hosts of a lab whose loss begins when results were checked."""
+"""Runs the ranks of a benchmark on this machine, or on hosts of a lab whose loss begins after the checks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,16 +17,16 @@ Result = TypeVar("Result")
 
 
 def open_lab(hosts: int, network: Conditions, tcp: Sequence[str] = ()) -> Lab:
-    """Makes the lab, for a `with` statement; `run_in_lab` begins without loss, until ranks have checked their results.
+    """Makes the lab, for a `with` statement. It has no loss until the ranks of `run_in_lab` have checked their results.
 
     Args:
         hosts: Number of hosts.
-        network: Its conditions.
+        network: Conditions of the lab.
         tcp: Congestion controls that the kernel must have.
     """
     for congestion_control in tcp:
         checked_tcp(congestion_control)
-    # With the loss, although it begins later: it has a say in what kind of network this is.
+    # With the loss, although it begins later: it decides on the kind of network.
     return Lab(hosts, network, management=True)
 
 
@@ -40,8 +40,9 @@ def run_local(
     on_report: Callable[[object], None] | None = None,
     by_mpi: bool = False,
 ) -> tuple[list[Result], dict[str, Any]]:
-    """Runs ranks beside this process. Returns what they return, and the place as plain data. After each round, ranks
-    send what it measured: it goes to `on_report`, or else becomes a text for `advance`. With `by_mpi`, mpirun starts them.
+    """Runs ranks on this machine. Returns their results, and a description of the machine as plain data. After each
+    round, ranks report a measurement: it goes to `on_report`, or else as a text to `advance`. With `by_mpi`, mpirun
+    starts them.
     """
     on_round = _rounds(advance, f"{hosts} ranks", on_report)
     place: dict[str, Any] = {"network": "loopback"}
@@ -66,8 +67,8 @@ def run_in_lab(
     on_report: Callable[[object], None] | None = None,
     per_host: int = 1,
 ) -> tuple[list[Result], dict[str, Any]]:
-    """Runs ranks in a lab whose conditions are as asked for, `per_host` on each host; its loss follows the cues of the
-    ranks. Returns what `run_local` returns.
+    """Runs ranks in a lab with the requested conditions, `per_host` on each host; requests of rank 0 switch its loss
+    on. Returns what `run_local` returns.
     """
     lab.set(loss=0.0)
     counts: list[Measured] = []

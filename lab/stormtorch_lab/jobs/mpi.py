@@ -1,8 +1,8 @@
-"""Ranks started by mpirun, for benchmarks that have MPI beside other backends: in the same processes, in turns.
+"""Ranks started by mpirun, for benchmarks that compare MPI with other backends in the same processes.
 
-MPI can only be used by processes that mpirun has started. So it starts all ranks, and each of them connects to a socket
-of this process, which gives it its work; from there on it is a rank like any other. `python -m stormtorch_lab.jobs.mpi
-SOCKET` is such a rank.
+Only processes that mpirun has started can use MPI. So mpirun starts all ranks, and each connects to a socket of this
+process and receives its work; from then on it is a rank like any other. `python -m stormtorch_lab.jobs.mpi
+SOCKET` is the program of such a rank.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ from stormtorch_lab.jobs.ranks import collect, interrupts_blocked, open_rendezvo
 Result = TypeVar("Result")
 
 NEEDS = (
-    "has mpi only where Open MPI and mpi4py are: apt-get install openmpi-bin libopenmpi-dev, then pip install mpi4py "
-    "(or 'stormtorch-lab[mpi]')"
+    "has mpi only where Open MPI and mpi4py are installed: apt-get install openmpi-bin libopenmpi-dev, then pip "
+    "install mpi4py (or 'stormtorch-lab[mpi]')"
 )
 _RANK = "OMPI_COMM_WORLD_RANK"
 _GRACE_S = 5.0
 
 
 def check_mpi() -> None:
-    """Raises `BadSetting` where ranks with MPI cannot be started; says what to install."""
+    """Raises `BadSetting` if ranks with MPI cannot be started; the message names the packages to install."""
     if importlib.util.find_spec("mpi4py") is None or "Open MPI" not in mpi_version():
         raise BadSetting("backends", NEEDS)
 
 
 def mpi_version() -> str:
-    """First line of what mpirun says about itself; empty where there is none."""
+    """First line of `mpirun --version`; empty without mpirun."""
     path = shutil.which("mpirun")
     if path is None:
         return ""
@@ -57,32 +57,32 @@ def run_ranks_by_mpi(
     timeout_s: float,
     on_message: Callable[[int, object], object] | None = None,
 ) -> list[Result]:
-    """Does what `run_ranks` does, beside this process, with ranks that mpirun starts.
+    """Does what `run_ranks` does on this machine, with ranks started by mpirun.
 
     Raises:
-        RankFailed: The first rank to fail, with its message; or mpirun itself, with what it said.
+        RankFailed: The first rank to fail, with its message; or mpirun itself, with its output.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stormtorch-")))
         site = stack.enter_context(open_rendezvous(None))
         server = stack.enter_context(socket.socket(socket.AF_UNIX))
-        server.bind(str(folder / "job"))  # the folder is this user's alone
+        server.bind(str(folder / "job"))  # only this user can read the folder
         server.listen(2 * world)
         job = stack.enter_context(_mpirun(world, folder))
-        # Closed before mpirun is ended: a rank that hangs, or that mpirun leaves behind, ends with its lifeline.
+        # Closed before mpirun ends: a rank that hangs, or that mpirun leaves behind, exits when its lifeline closes.
         lines = [stack.enter_context(line) for line in _lines(server, world, job, folder, timeout_s)]
         for rank, line in enumerate(lines[:world]):
-            line.send(sys.path)  # by which ranks find the work
+            line.send(sys.path)  # so that ranks can import the work
             line.send((rank, world, site, timeout_s, work, args))
         results = collect(lines[:world], timeout_s, on_message, lambda rank: _death(rank, job, folder))
         with contextlib.suppress(subprocess.TimeoutExpired):
-            job.wait(_GRACE_S)  # ranks leave MPI together, and clean up behind them
+            job.wait(_GRACE_S)  # ranks leave MPI together and clean up
         return results
 
 
 @contextlib.contextmanager
 def _mpirun(world: int, folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    # More ranks than cores are the user's wish, and none is bound to a core, as those of other backends are not.
+    # The user may choose more ranks than cores; none is bound to a core, as with the other backends.
     command = ["mpirun", "-n", str(world), "--oversubscribe", "--bind-to", "none"]
     command += [sys.executable, "-m", __spec__.name, str(folder / "job")]
     environment = dict(os.environ)
@@ -95,7 +95,7 @@ def _mpirun(world: int, folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
-            start_new_session=True,  # Ctrl-C is for this process, which ends it
+            start_new_session=True,  # only this process receives Ctrl-C, and ends mpirun
         )
     try:
         yield job
@@ -115,7 +115,7 @@ def _mpirun(world: int, folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
 def _lines(
     server: socket.socket, world: int, job: "subprocess.Popen[bytes]", folder: Path, timeout_s: float
 ) -> list[Connection]:
-    """Accepts two connections of every rank: its line, by rank, and then the lifelines."""
+    """Accepts two connections of every rank: its message connection, by rank, and then the lifelines."""
     found: dict[int, Connection] = {}
     server.settimeout(0.2)
     deadline = time.monotonic() + timeout_s
@@ -136,7 +136,7 @@ def _lines(
 
 def _death(rank: int, job: "subprocess.Popen[bytes]", folder: Path) -> RankFailed:
     with contextlib.suppress(subprocess.TimeoutExpired):
-        job.wait(_GRACE_S)  # it says why
+        job.wait(_GRACE_S)  # its output has the reason
     return _failed(f"rank {rank}: ended without a result", folder, rank)
 
 
@@ -157,14 +157,14 @@ def _connected(path: str, index: int) -> Connection:
 
 
 def _end_with(lifeline: Connection) -> None:
-    """Ends this process with the one that has started mpirun: one that was killed cannot end its ranks."""
+    """Ends this process when the one that started mpirun ends: a killed parent cannot end its ranks."""
     with contextlib.suppress(EOFError, OSError):
         lifeline.recv()
     os._exit(1)
 
 
 def main() -> None:
-    """Runs one rank: connects, takes its work, and leaves when that is done."""
+    """Runs one rank: connects, receives its work, runs it, and exits."""
     path, own, world = sys.argv[1], int(os.environ[_RANK]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     line, lifeline = _connected(path, own), _connected(path, world + own)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()

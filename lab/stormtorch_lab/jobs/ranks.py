@@ -1,4 +1,4 @@
-"""Runs the ranks of a job as processes of this machine or on the hosts of a lab, and never leaves one behind.
+"""Runs the ranks of a job as processes of this machine or on the hosts of a lab, and ends all of them.
 
     def work(member: Member, greeting: str) -> int:
         member.store.set(f"hello/{member.rank}", greeting)
@@ -6,8 +6,8 @@
 
     run_ranks(work, 4, ("good day",), timeout_s=60)      # [0, 1, 2, 3]
 
-On a lab's hosts, `run_ranks(work, 4, lab=lab, ...)`, each rank is a process of its own host, or of a host that has
-`per_host` of them; the rest is the same. The processes are spawned, not forked, so `work` must be importable: a
+On a lab's hosts, `run_ranks(work, 4, lab=lab, ...)`, each rank is a process on its own host, or `per_host` of them
+share a host; the rest is the same. The processes are spawned, not forked, so `work` must be importable: a
 function of a module, not of a notebook cell, and a script that calls this needs `if __name__ == "__main__":`.
 """
 
@@ -40,15 +40,15 @@ from stormtorch_lab.netns.links.kernel_network import DEVICE, MANAGEMENT_DEVICE
 Result = TypeVar("Result")
 
 LOOPBACK = "127.0.0.1"
-# A rank that was asked to end has so many seconds before it is killed.
+# Seconds between a request to end a rank and its kill.
 _GRACE_S = 2.0
-# Counts the ranks that need the store no more.
+# Store key: number of ranks that no longer need the store.
 _RANKS_DONE = "stormtorch/left"
 
 
 @dataclass(frozen=True)
 class Member:
-    """Place of a rank in its job: who it is, where it is, a store that all ranks share, and a line to the parent."""
+    """A rank's view of its job: rank, host, the shared store, and the connection to the parent."""
 
     rank: int
     world: int
@@ -56,11 +56,11 @@ class Member:
     report: Callable[[object], None]
     """Sends something picklable to the parent's `on_message`."""
     request: Callable[[object], Any]
-    """Sends something picklable to the parent's `on_message`, and returns what that has returned."""
+    """Sends something picklable to the parent's `on_message`, and returns its result."""
     interface: str = "lo"
-    """Interface of the network that is measured."""
+    """Interface of the measured network."""
     control_interface: str = "lo"
-    """Interface of a network that is not measured: for barriers and votes."""
+    """Interface of a network that is not measured, for barriers and votes."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Rendezvous:
 class _Report:
     what: object
     wants_reply: bool = False
-    """Whether the rank waits for an answer."""
+    """Whether the rank waits for a reply."""
 
 
 @dataclass(frozen=True)
@@ -107,18 +107,18 @@ def run_ranks(
     lab: Lab | None = None,
     per_host: int = 1,
 ) -> list[Result]:
-    """Calls `work(member, *args)` in `world` processes and returns what each returned, by rank.
+    """Calls `work(member, *args)` in `world` processes and returns the results by rank.
 
-    However this ends, also by Ctrl-C, no process is left. The ranks themselves do not see Ctrl-C.
+    However this call ends, also by Ctrl-C, all processes have ended. The ranks themselves do not receive Ctrl-C.
 
     Args:
         work: An importable function.
         world: Number of ranks.
         args: Further arguments for it, picklable.
         timeout_s: All ranks must have ended by then.
-        on_message: Called here with the rank and what it sent; a rank that asked gets what this returns.
-        lab: Lab whose hosts run the ranks; it needs a management network. None runs them beside this process.
-        per_host: Number of ranks on each host of the lab: host 0 has the first ones.
+        on_message: Called in this process with the rank and its message; a rank that wants a reply receives the result.
+        lab: Lab whose hosts run the ranks; it needs a management network. None runs them on this machine.
+        per_host: Number of ranks on each host of the lab: host 0 has the first ranks.
 
     Raises:
         RankFailed: The first rank to fail, with its message; the others are ended.
@@ -126,7 +126,7 @@ def run_ranks(
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     connections: list[Connection] = []
-    # Otherwise it is started on first use, and undoes interrupts_blocked for the first rank.
+    # Started now: started on first use, it would undo interrupts_blocked for the first rank.
     resource_tracker.ensure_running()
     with open_rendezvous(lab) as site, _pythons(lab, world, per_host) as pythons:
         try:
@@ -146,7 +146,7 @@ def run_ranks(
                 far_end.close()
             return collect(connections, timeout_s, on_message, lambda rank: _death(rank, processes[rank]))
         finally:
-            # While what they are started from still exists: one that has only just begun would complain.
+            # Before their temporary files are removed: a process that is still starting would fail noisily.
             with interrupts_blocked():
                 _end(processes)
                 for connection in connections:
@@ -155,9 +155,9 @@ def run_ranks(
 
 @contextlib.contextmanager
 def open_rendezvous(lab: Lab | None) -> Iterator[Rendezvous]:
-    """Says where the ranks meet; without a lab, the store is served here."""
+    """Chooses the address of the rendezvous; without a lab, this process serves the store."""
     if lab is not None:
-        # Hosts cannot be reached from here, so rank 0 serves the store.
+        # This process cannot reach the hosts, so rank 0 serves the store.
         yield Rendezvous(
             host=lab.management_address(0),
             served_inside=True,
@@ -165,7 +165,7 @@ def open_rendezvous(lab: Lab | None) -> Iterator[Rendezvous]:
             control_interface=MANAGEMENT_DEVICE,
         )
         return
-    # The server lives here and not in rank 0: the kernel chooses a free port, and no rank can leave before the others.
+    # This process serves the store, not rank 0: the kernel chooses a free port, and ranks may exit in any order.
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     yield Rendezvous(port=store.port)
     del store
@@ -173,10 +173,10 @@ def open_rendezvous(lab: Lab | None) -> Iterator[Rendezvous]:
 
 @contextlib.contextmanager
 def _pythons(lab: Lab | None, world: int, per_host: int) -> Iterator[list[str]]:
-    """Finds the executable of each rank. On a host of a lab it is a script that enters it and passes everything on.
+    """Finds the executable of each rank. For a host of a lab it is a script that enters the host's namespaces.
 
-    Such a rank is a grandchild: what `_end` signals is its parent, nsenter. The rank itself ends when its process
-    object is closed, as that looks to it like the end of this process; at the latest it ends with the lab.
+    Such a rank is a grandchild: `_end` signals its parent, nsenter. The rank itself ends when its process object is
+    closed, which it takes for the end of this process; at the latest it ends with the lab.
     """
     before = os.fsdecode(spawn.get_executable())
     try:
@@ -196,7 +196,7 @@ def collect(
     on_message: Callable[[int, object], object] | None,
     death: Callable[[int], RankFailed],
 ) -> list[Any]:
-    """Hears all ranks out and returns what each returned; `death` says how a rank went whose line has ended."""
+    """Receives all messages and returns the results by rank; `death` makes the error for a closed connection."""
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
     while len(results) < len(connections):
@@ -204,7 +204,7 @@ def collect(
         ready = wait(list(open_connections), timeout=max(deadline - time.monotonic(), 0.0))
         if not ready:
             late = ", ".join(str(rank) for rank in open_connections.values())
-            raise RankFailed(f"not done after {timeout_s:g} s, waiting for rank {late}: raise the time-out or do less")
+            raise RankFailed(f"timed out after {timeout_s:g} s, waiting for rank {late}: raise the time-out or do less")
         failures: list[tuple[float, RankFailed]] = []
         for connection, rank in open_connections.items():
             if connection not in ready:
@@ -224,7 +224,7 @@ def collect(
                 failed = RankFailed(f"rank {rank}: {message.message}", rank=rank, details=message.details)
                 failures.append((message.at_s, failed))
         if failures:
-            # A failure takes the other ranks with it. The first is the cause; only that one is shown.
+            # One failure makes the other ranks fail. The first is the cause; only that one is raised.
             raise min(failures, key=lambda failure: failure[0])[1]
     return [results[rank] for rank in range(len(connections))]
 
@@ -243,7 +243,7 @@ def _death(rank: int, process: SpawnProcess) -> RankFailed:
 
 def _end(processes: list[SpawnProcess]) -> None:
     for process in processes:
-        # A rank that has sent its result is about to end by itself.
+        # A rank that has sent its result ends by itself.
         process.join(0.05)
         if process.is_alive():
             process.terminate()
@@ -258,10 +258,10 @@ def _end(processes: list[SpawnProcess]) -> None:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Makes Ctrl-C wait until the block is over. A process started inside never hears it: its parent ends it."""
+    """Delays Ctrl-C until the block ends. Processes started inside never receive it: their parent ends them."""
     received: list[int] = []
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # The mask is this thread's; the kernel may deliver the signal to another one, of the store or of a progress bar.
+    # The mask covers this thread only; the kernel may deliver the signal to a thread of the store or a progress bar.
     in_charge = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, lambda number, _frame: received.append(number)) if in_charge else None
     try:
@@ -283,7 +283,7 @@ def run_one(
     work: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Runs a rank in its process: calls `work`, and sends the parent what came of it."""
+    """Runs a rank in its process: calls `work`, and sends its result or error to the parent."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def request(what: object) -> Any:
@@ -307,26 +307,26 @@ def run_one(
             site.control_interface,
         )
         message = _Done(work(member, *args))
-        # Whoever serves the store may end as soon as it has counted everybody, before its answer has left.
+        # The server of the store may exit as soon as it has counted all ranks, before its reply is sent.
         with contextlib.suppress(DistNetworkError):
             store.add(_RANKS_DONE, 1)
     except Exception as error:
         message = _Failed(f"{type(error).__name__}: {error}", traceback.format_exc(), time.monotonic())
     connection.send(message)
     if serving and isinstance(message, _Done):
-        while store.add(_RANKS_DONE, 0) < world:  # the others still need the store
+        while store.add(_RANKS_DONE, 0) < world:  # other ranks still need the store
             time.sleep(0.01)
-        time.sleep(0.1)  # and its last answers
+        time.sleep(0.1)  # so do its last replies
     connection.close()
     if site.served_inside:
-        # Skip interpreter shutdown: abandoned TCP connections would block it, and hold the host's ports.
+        # Skip interpreter shutdown: aborted TCP connections would block it, and hold the host's ports.
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(0)
 
 
 def _end_with_parent() -> None:
-    """Ends this process with its parent: one that was killed cannot end its children."""
+    """Ends this process when its parent ends: a killed parent cannot end its children."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

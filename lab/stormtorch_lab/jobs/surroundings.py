@@ -1,4 +1,4 @@
-"""Conditions under which a number was measured: without them it cannot be compared with another."""
+"""Environment of a measurement, recorded with every result: machine, versions, commit, steal time."""
 
 import os
 import platform
@@ -35,20 +35,20 @@ def surroundings() -> dict[str, Any]:
 
 
 def _gpu() -> str | None:
-    """Name of the GPU, if this process uses one: to ask otherwise would take memory of it."""
-    cuda: Any = torch.cuda  # torch's own types leave out what it has
+    """Name of the GPU, if this process uses one: otherwise the query itself would allocate memory on it."""
+    cuda: Any = torch.cuda  # torch's type stubs are incomplete
     return str(cuda.get_device_name()) if cuda.is_initialized() else None
 
 
 class StealTime:
-    """Measures, from its making on, how much processor time a hypervisor withheld from this virtual machine."""
+    """Measures, from construction on, the processor time that a hypervisor withheld from this machine (steal)."""
 
     def __init__(self, stat: str = "/proc/stat") -> None:
         self._stat = stat
         self._before = _processor_times(stat)
 
     def share(self) -> float | None:
-        """Fraction of the time that this machine asked for; None where the kernel does not tell."""
+        """Fraction of the time that this machine asked for; None if the kernel does not report it."""
         now = _processor_times(self._stat)
         if self._before is None or now is None:
             return None
@@ -57,7 +57,7 @@ class StealTime:
 
 
 def _processor_times(stat: str) -> tuple[int, int] | None:
-    """Ticks of all processors so far: withheld ones, and all that were wanted, which are those that were not idle."""
+    """Ticks of all processors so far: withheld ones, and all that were not idle."""
     line = _first_line(stat)
     if line is None:
         return None
@@ -66,7 +66,7 @@ def _processor_times(stat: str) -> tuple[int, int] | None:
 
 
 def cpu_model() -> str:
-    """Name of the processor, or its architecture where the kernel does not tell (as on many ARM machines)."""
+    """Name of the processor, or its architecture if the kernel does not report it (as on many ARM machines)."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             for line in lines:
@@ -81,10 +81,10 @@ def cpu_model() -> str:
 def commit(here: Path = Path(__file__).parents[1]) -> str | None:
     """Commit of the source tree this runs from, with "+changes" if code differs from it; None outside of git."""
     head = _git(here, "rev-parse", "--short=12", "HEAD")
-    # Installed into some other project's tree, its commit would say nothing about us.
+    # If installed inside another project's tree, that project's commit would be reported.
     if not head or not _git(here, "ls-files", "--", "*.py"):
         return None
-    # Results that are being written, and pages about them, do not change what is computed.
+    # Results and documentation do not change what is computed.
     code = [":/", *(f":(top,exclude,glob)**/*.{kind}" for kind in ("json", "png", "md"))]
     return head + ("+changes" if _git(here, "status", "--porcelain", "--untracked-files=no", "--", *code) else "")
 

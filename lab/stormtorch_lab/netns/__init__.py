@@ -1,4 +1,4 @@
-"""The network lab: virtual hosts on this machine, joined by a network that really loses, delays and queues packets.
+"""The network lab: virtual hosts on this machine, joined by a real network with packet loss, delay and queues.
 
 from stormtorch_lab.netns import Lab
 

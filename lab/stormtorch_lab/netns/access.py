@@ -1,7 +1,7 @@
 """Access to namespaces: whether this machine can run a lab, as root or in a user namespace.
 
-Both ways run the same commands. As root, they act on namespaces that nobody else sees. Without root, the lab first
-makes a user namespace, in which this user counts as root for the namespaces made inside.
+Both ways run the same commands. As root, they act on namespaces that no other process sees. Without root, the lab first
+makes a user namespace, in which this user is root for the namespaces made inside.
 """
 
 import contextlib
@@ -40,22 +40,22 @@ class NotForThisUser(LabUnavailable):
 
 @dataclass(frozen=True)
 class Access:
-    """A way to make and enter namespaces."""
+    """How this machine makes and enters namespaces: as root, or in a user namespace."""
 
     user_namespace: bool
     """Whether a user namespace stands in for root."""
 
     @property
     def name(self) -> str:
-        """Name of the way, for messages."""
+        """Name for messages."""
         return "user namespace" if self.user_namespace else "root"
 
     def unshare(self) -> list[str]:
-        """First words of the command that makes the lab's first namespace."""
+        """Command prefix that makes the lab's first namespace."""
         return [tool("unshare"), "--user", "--map-root-user"] if self.user_namespace else [tool("unshare")]
 
     def enter(self, pid: int, *namespaces: str) -> list[str]:
-        """First words of a command that runs in namespaces ("net", "pid", "mount") of another process."""
+        """Command prefix that enters namespaces ("net", "pid", "mount") of another process."""
         command = [tool("nsenter"), f"--target={pid}", *(f"--{name}" for name in namespaces)]
         if self.user_namespace:
             command += ["--user", "--preserve-credentials"]
@@ -72,16 +72,16 @@ def tool(name: str) -> str:
 
 @functools.cache
 def find_access() -> Access:
-    """Finds the way that works on this machine.
+    """Finds the kind of access that works on this machine.
 
     Raises:
-        LabUnavailable: No way works, or tools are missing.
+        LabUnavailable: None works, or tools are missing.
     """
     if missing := [name for name in _PACKAGES if shutil.which(name, path=_PATH) is None]:
         raise LabUnavailable(_missing(missing))
     problems = []
     for access in (Access(user_namespace=False), Access(user_namespace=True)):
-        # Try everything that a lab needs from the kernel, in a namespace that ends with the command.
+        # Try all that a lab needs from the kernel, in a namespace that ends with the command.
         trial = "ip link add t0 type veth peer name t1 && nft add table bridge t"
         command = [*access.unshare(), "--net", "--pid", "--fork", "--mount-proc", "sh", "-c", trial]
         done = subprocess.run(
@@ -99,7 +99,7 @@ def find_access() -> Access:
 
 @functools.cache
 def has_netem() -> bool:
-    """Whether the kernel can delay packets by itself."""
+    """Whether the kernel has netem, which delays packets."""
     trial = "ip link set lo up && tc qdisc add dev lo root netem delay 1ms"
     command = [*find_access().unshare(), "--net", "sh", "-c", trial]
     environment = os.environ | {"PATH": _PATH}
@@ -121,7 +121,7 @@ def checked_tcp(name: str) -> str:
 
 @contextlib.contextmanager
 def allowed_tcp(name: str) -> Iterator[None]:
-    """Lets namespaces use a congestion control within the block: by default, the kernel allows them only a few."""
+    """Allows namespaces a congestion control within the block: by default, the kernel allows them only a few."""
     path = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
     allowed = path.read_text().split()
     changed = name not in allowed and os.access(path, os.W_OK)

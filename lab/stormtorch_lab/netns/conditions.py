@@ -1,4 +1,4 @@
-"""Conditions of the lab's network, checked when they are made.
+"""Conditions of the lab's network: rate, loss, delay, jitter, queues, cuts, NAT; checked on construction.
 
 Conditions(rate="400mbit", loss=0.1)
 Conditions(rate="100mbit", loss=0.1, burst=8, delay="20ms", jitter="2ms", queue="64kb")
@@ -31,16 +31,16 @@ LEAST_RATE = 64e3
 MOST_DELAY_S = 5.0
 LEAST_QUEUE_BYTES = 2 * 1514
 LEAST_MTU, MOST_MTU = 576, 1500
-"""Range of an MTU: what every IPv4 path should carry, and what Ethernet does."""
+"""Range of an MTU: from the least that every IPv4 path carries to that of Ethernet."""
 CONE, SYMMETRIC = NAT_KINDS = "cone", "symmetric"
-"""Kinds of routers that translate addresses: one shows the same port of its host to all others, one another to each."""
+"""Kinds of NAT: "cone" maps a host to the same port for all destinations, "symmetric" to another port for each."""
 MOST_CABLE_MTU = 65535
 """Largest MTU of a cable; jumbo frames of Ethernet have 9000."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccessLink:
-    """Line between one host and the switch, where it differs from the others; None is the same as for all."""
+    """Access link between one host and the switch, if it differs from the others; None takes the common value."""
 
     up_bits: float | None = None
     down_bits: float | None = None
@@ -53,43 +53,43 @@ class Conditions:
     """Conditions of the network between the lab's hosts. Text such as "400mbit" and "20ms" becomes a number."""
 
     rate: str | float | None = None
-    """Rate of each host's line to the switch, in each direction, including Ethernet headers; None is unlimited."""
+    """Rate of each host's access link, in each direction, including Ethernet headers; None is unlimited."""
     queue: str | int = 512 << 10
-    """Bytes that may wait at each end of such a line; further packets are dropped and counted as overflow."""
+    """Bytes of the queue at each end of an access link; further packets are dropped and counted as overflow."""
     loss: float | LinkModel | PerLink = 0.0
-    """Loss of packets from host to host: a probability, or a model of links from `stormtorch.network.loss`."""
+    """Loss of packets between hosts: a probability, or a model of links from `stormtorch.network.loss`."""
     burst: float | str = 1.0
     """Mean length of a run of losses in packets, or a mean time such as "5ms", if `loss` is a probability."""
     delay: str | float = 0.0
-    """Delay from host to host, one way: a round trip takes twice as long."""
+    """One-way delay between hosts: a round trip takes twice as long."""
     jitter: str | float = 0.0
-    """Largest further delay, drawn for each packet; packets stay in order."""
+    """Largest additional delay, drawn for each packet; packets stay in order."""
     low_share: float | None = None
-    """Share of each line that packets of low priority have while others want it all, in [0, 1): 0 lets them wait for
-    all others, up to a hundredth. Packets are of low priority if their DSCP is 1 (lower effort) or 8 (CS1). They may
-    use the line as they like while nobody else does. None treats all packets alike."""
+    """Share of each access link that low-priority packets keep while other packets could use all of it, in [0, 1): 0
+    leaves them up to a hundredth. A packet has low priority if its DSCP is 1 (lower effort) or 8 (CS1). Low priority
+    may use a link fully while it is otherwise idle. None treats all packets alike."""
     low_queue: str | int = 128 << 10
-    """Bytes of low priority that may wait at each end of a line; further ones are dropped."""
+    """Bytes of the low-priority queue at each end of an access link; further packets are dropped."""
     seed: int = 0
     """Seed of loss and jitter: with the same seed, the same packets of a link are lost."""
     tcp: str | None = None
-    """TCP congestion control of the hosts; None is that of this machine."""
+    """TCP congestion control of the hosts; None takes this machine's."""
     cut: frozenset[int] = frozenset()
     """Hosts that are cut off."""
     cut_links: frozenset[tuple[int, int]] = frozenset()
-    """Links (source, target) that carry nothing, each in its direction alone."""
+    """Links (source, target) that are cut, each in one direction."""
     mtu: int | None = None
-    """Bytes of the largest IP packet that passes a host's line; larger ones vanish without an answer, as in many
-    tunnels. None is Ethernet's 1500."""
+    """Bytes of the largest IP packet that passes a host's access link; larger ones are dropped without an ICMP error,
+    as in many tunnels. None is Ethernet's 1500."""
     delays: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Delays of single links (source, target) in seconds, instead of `delay`."""
     lines: Mapping[int, AccessLink] = field(default_factory=dict)
-    """Lines that differ from the others, by host."""
+    """Access links that differ from the others, by host."""
     nat: Mapping[int, str] = field(default_factory=dict)
-    """Hosts behind a router of their own that translates addresses: "cone" shows one port of the host to all others,
-    "symmetric" another one to each."""
+    """Hosts behind their own NAT router: "cone" maps a host to one port for all destinations, "symmetric" to another
+    port for each."""
     cable: int | None = None
-    """MTU of a cable that joins two hosts, without a switch and all that it can do to packets; None is a switch."""
+    """MTU of a cable between two hosts, without a switch, limits or loss; None is a switch."""
 
     def __post_init__(self) -> None:
         fixed = {
@@ -108,11 +108,11 @@ class Conditions:
         if not isinstance(self.loss, LinkModel | PerLink):
             object.__setattr__(self, "loss", link_model(self.loss, self.burst))
         elif self.burst != 1.0:
-            raise BadCondition("burst", "goes with a loss that is a number; a model has a burst of its own")
+            raise BadCondition("burst", "needs a loss that is a number; a model has its own burst")
         if not 0 <= self.seed < 2**63:
             raise BadCondition("seed", f"must be an integer in [0, 2^63), got {self.seed!r}")
         if self.jitter and not self.delayed:
-            raise BadCondition("jitter", "needs a delay that it can vary")
+            raise BadCondition("jitter", "needs a delay to vary")
         if self.low_share is not None:
             self._check_low()
         if self.cable is not None:
@@ -123,10 +123,10 @@ class Conditions:
         if not 0.0 <= share < 1.0:
             raise BadCondition("low_share", f"must lie in [0, 1), got {share:g}")
         if any(None in (line.up_bits, line.down_bits) for line in (self.line(-1), *map(self.line, self.lines))):
-            raise BadCondition("low_share", "needs a rate: nobody waits on a line without a limit")
+            raise BadCondition("low_share", "needs a rate: packets never queue on a link without a limit")
         if self.delayed or self.timed:
             raise BadCondition(
-                "low_share", "needs the kernel's network, which has neither delays nor bursts by time: leave those out"
+                "low_share", "needs the kernel's network, which has neither delays nor bursts in time: leave those out"
             )
 
     def _check_cable(self, mtu: object) -> None:
@@ -144,7 +144,7 @@ class Conditions:
         }
         for name, wanted in wants.items():
             if wanted:
-                raise BadCondition(name, "needs a switch, and a cable has none: leave out one of them")
+                raise BadCondition(name, "needs a switch, which a cable does not have: leave out one of them")
 
     @property
     def rate_bits(self) -> float | None:
@@ -183,7 +183,7 @@ class Conditions:
 
     @property
     def timed(self) -> bool:
-        """Whether the bursts of any link last some time, whatever is sent."""
+        """Whether any link has bursts by time instead of by packets."""
         assert isinstance(self.loss, LinkModel | PerLink)
         return has_timed_bursts(self.loss)
 
@@ -197,7 +197,7 @@ class Conditions:
         return self.delays.get((source, target), self.delay_s)
 
     def line(self, host: int) -> AccessLink:
-        """Line of one host, with all values filled in."""
+        """Access link of one host, with all values filled in."""
         own = self.lines.get(host, AccessLink())
         return AccessLink(
             up_bits=self.rate_bits if own.up_bits is None else own.up_bits,
@@ -216,9 +216,9 @@ class Conditions:
         known = {each.name for each in fields(self)}
         for name in changes:
             if name not in known:
-                raise BadCondition(name, f"is no condition; the conditions are {', '.join(sorted(known))}")
+                raise BadCondition(name, f"is not a condition; the conditions are {', '.join(sorted(known))}")
         if "burst" in changes and "loss" not in changes:
-            raise BadCondition("burst", "needs the loss that it belongs to")
+            raise BadCondition("burst", "needs a loss")
         if "loss" in changes:
             changes.setdefault("burst", 1.0)
         else:
@@ -233,7 +233,7 @@ class Conditions:
                 if not 0 <= host < hosts:
                     raise BadCondition("per_link", f"names host {host}; the hosts are 0 to {hosts - 1}")
         if self.cable is not None and hosts != 2:
-            raise BadCondition("cable", f"joins two hosts, and here are {hosts}")
+            raise BadCondition("cable", f"joins exactly two hosts, got {hosts}")
         for source, target in self.cut_links:
             if source == target:
                 raise BadCondition("cut", f"names a link from host {source} to itself")
@@ -280,7 +280,7 @@ class Conditions:
 
 
 def checked_delay(name: str, value: object) -> float:
-    """Seconds of a delay such as "20ms" or 0.02, within what the lab can do."""
+    """Parses a delay such as "20ms" or 0.02 into seconds, and checks its range."""
     with _as_condition(name):
         seconds = parse_time(value, name)
     if not 0.0 <= seconds <= MOST_DELAY_S:
@@ -289,7 +289,7 @@ def checked_delay(name: str, value: object) -> float:
 
 
 def checked_queue(name: str, value: object) -> int:
-    """Bytes of a queue such as "512kb" or 524288, within what the lab can do."""
+    """Parses the size of a queue such as "512kb" or 524288 into bytes, and checks its range."""
     with _as_condition(name):
         size = parse_size(value, name)
     if not LEAST_QUEUE_BYTES <= size <= 1 << 30:
@@ -298,14 +298,14 @@ def checked_queue(name: str, value: object) -> int:
 
 
 def checked_mtu(name: str, value: object) -> int:
-    """Bytes of an MTU, within what a path of IPv4 over Ethernet may have."""
+    """Checks the range of an MTU in bytes, for IPv4 over Ethernet."""
     if isinstance(value, bool) or not isinstance(value, int) or not LEAST_MTU <= value <= MOST_MTU:
         raise BadCondition(name, f"must be a number of bytes in [{LEAST_MTU}, {MOST_MTU}], got {value!r}")
     return value
 
 
 def checked_nat(nat: Mapping[int, str]) -> dict[int, str]:
-    """Kinds of routers that translate addresses, by host."""
+    """Checks the kinds of NAT routers, by host."""
     for host, kind in nat.items():
         if kind not in NAT_KINDS:
             raise BadCondition("nat", f"must be {' or '.join(NAT_KINDS)} for each host, got {kind!r} for host {host}")
@@ -318,7 +318,7 @@ def both_ways(*links: tuple[int, int]) -> frozenset[tuple[int, int]]:
 
 
 def between(*sides: Iterable[int]) -> frozenset[tuple[int, int]]:
-    """All links between sides of a partition, for `Conditions.cut_links`."""
+    """All links between the sides of a network partition, for `Conditions.cut_links`."""
     groups = [frozenset(side) for side in sides]
     return frozenset(
         (source, target)
@@ -331,7 +331,7 @@ def between(*sides: Iterable[int]) -> frozenset[tuple[int, int]]:
 
 
 def checked_rate(name: str, value: object) -> float:
-    """Bits per second of a rate such as "400mbit", within what the lab can do."""
+    """Parses a rate such as "400mbit" into bits per second, and checks its range."""
     with _as_condition(name):
         bits = parse_rate(value, name)
     if not LEAST_RATE <= bits <= 400e9:
@@ -341,7 +341,7 @@ def checked_rate(name: str, value: object) -> float:
 
 @contextmanager
 def _as_condition(name: str) -> Iterator[None]:
-    """Turn a ValueError that begins with `name` into a BadCondition."""
+    """Turns a ValueError that begins with `name` into a BadCondition."""
     try:
         yield
     except ValueError as error:
@@ -349,7 +349,7 @@ def _as_condition(name: str) -> Iterator[None]:
 
 
 def link_model(loss: object, burst: object) -> LinkModel:
-    """Model of a link with this loss rate and length of bursts; a BadCondition names the one that is wrong."""
+    """Model of a link with this loss rate and burst length; raises BadCondition for the wrong one."""
     p, length = _finite("loss", loss), burst if isinstance(burst, str) else _finite("burst", burst)
     if not 0.0 <= p <= 1.0:
         percent = f"; {p:g} % is {p / 100:g}" if 1.0 < p <= 100.0 else ""

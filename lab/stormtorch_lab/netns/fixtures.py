@@ -1,4 +1,4 @@
-"""Labs in pytest.
+"""Pytest fixtures that make labs.
 
 In a conftest.py:
 
@@ -51,7 +51,7 @@ def _why_not() -> str:
 
 @pytest.fixture
 def lab() -> Iterator[Callable[..., Lab]]:
-    """Function that makes labs, with the arguments of `stormtorch_lab.netns.Lab`. They are closed after the test."""
+    """Factory of labs, with the arguments of `stormtorch_lab.netns.Lab`. They are closed after the test."""
     lab_or_skip()
     with contextlib.ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""The lab: virtual hosts on one switch, with a network that is as bad as you ask.
+"""The lab: virtual hosts on one switch, with the requested loss, rate, delay and cuts between them.
 
 with Lab(hosts=4, rate="400mbit", loss=0.1) as lab:
     lab.run(["python", "train.py"])          # torchrun's variables are set on every host
@@ -58,21 +58,21 @@ MASTER_PORT = 29500
 
 
 class Lab:
-    """Virtual hosts in network namespaces. Use it in a `with` statement; nothing is left when it ends, however it ends.
+    """Virtual hosts in network namespaces. Use it in a `with` statement, which removes everything at the end.
 
     Args:
         hosts: Number of hosts, 2 to 64.
         conditions: Conditions of the network between them.
         management: Whether to add a second network without loss or limits, for control traffic that should not be
             measured; MASTER_ADDR is then an address in it.
-        paths: Number of paths between the hosts, 1 to 4: each host has interfaces eth0, eth1 and so on, each on a
-            switch of its own. `set` changes all paths, `set_path` one. Counters and probes are those of the first.
+        paths: Number of paths between the hosts, 1 to 4: each host has interfaces eth0, eth1 and so on, each on
+        its own switch. `set` changes all paths, `set_path` one. Counters and probes cover the first.
         probe: Whether to measure rate and round trip when the lab opens, which takes about a second.
         changes: Single conditions, as keywords: `rate="400mbit"`, `loss=0.1`.
 
     Raises:
         LabUnavailable: This machine cannot run a lab, or lacks a tool; the message says what to do.
-        BadCondition: A condition makes no sense.
+        BadCondition: A condition is invalid.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Lab:
         self._management = management
         self._probing = probe
         if 0 in self.conditions.nat and not management:
-            raise BadCondition("nat", "must leave out host 0, which others must reach, or needs management=True")
+            raise BadCondition("nat", "must leave out host 0, which all others must reach, or needs management=True")
         self._holders: list[Holder] = []
         self._routers: dict[int, Router] = {}
         self._stopped: list[subprocess.Popen[Any]] = []
@@ -126,7 +126,7 @@ class Lab:
     def _open(self, access: Access) -> None:
         self.access = access
         self._registration = Registration()
-        self._pipe = os.pipe()  # not inherited, except by holders, which get one end
+        self._pipe = os.pipe()  # only holders inherit it: they get one end
         switch = Holder(access, self._pipe[0])
         self._holders.append(switch)
         for _ in range(self.size):
@@ -156,13 +156,13 @@ class Lab:
     def _kind_of_network(self) -> type[CableNetwork | KernelNetwork | RelayNetwork]:
         if self.conditions.cable is not None:
             return CableNetwork
-        if self.conditions.timed:  # nft counts packets: it cannot tell how long a burst lasts
+        if self.conditions.timed:  # nft counts packets and cannot time a burst
             return RelayNetwork
         uniform = not self.conditions.delays
         return KernelNetwork if not self.conditions.delayed or (uniform and has_netem()) else RelayNetwork
 
     def close(self) -> None:
-        """Kills whatever runs on the hosts and removes the network. Does nothing the second time."""
+        """Kills all processes on the hosts and removes the network. Idempotent."""
         if self._registration is not None:
             self._registration.close()
             self._registration = None
@@ -174,7 +174,7 @@ class Lab:
             holder.end()
         self._holders.clear()
         self._routers.clear()
-        # The programs that entered the hosts stop with their commands, and would not notice that those are gone.
+        # The nsenter processes stop with their commands, and would not notice that those have ended.
         for process in self._stopped:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
@@ -185,7 +185,7 @@ class Lab:
             self._pipe = None
 
     def _name_hosts(self, table: Path) -> None:
-        """Names the hosts h0 and so on, in an /etc/hosts: many programs look up the address of their own name."""
+        """Writes host names h0 and so on into an /etc/hosts: many programs look up their own name."""
         # Also name addresses as IPv6 sockets see them: torch looks up its peers' names, and warns if there are none.
         names = [f"{address(host)} h{host}\n::ffff:{address(host)} h{host}.lab" for host in range(self.size)]
         if self._management:
@@ -208,7 +208,7 @@ class Lab:
 
     @property
     def kind(self) -> str:
-        """Kind of the network: the parts that it is made of."""
+        """Kind of the network: its parts, such as "bridge, tbf, nft"."""
         return self._opened().kind
 
     @property
@@ -220,17 +220,19 @@ class Lab:
         return [*self._holders, *(router.holder for router in self._routers.values())]
 
     def _edge(self, host: int) -> Holder:
-        """Holder of what is in the network under test for a host: the host itself, or its router."""
+        """Holder of a host's namespaces in the network under test: of the host itself, or of its router."""
         return self._routers[host].holder if host in self._routers else self.holders[host]
 
     def address(self, host: int) -> str:
-        """Address of a host in the network under test: the one that it binds."""
+        """Address of a host in the network under test, to which its ranks bind."""
         return private_address(host) if host in self._routers else address(host)
 
     def rebind(self, host: int) -> None:
-        """Has the router of a host forget what it has translated: datagrams of the host then come from another port."""
+        """Clears the NAT table of a host's router: the host's datagrams then come from other ports."""
         if host not in self._routers:
-            raise BadCondition("rebind", f"must be a host behind a router, got {host!r}; there are {[*self._routers]}")
+            raise BadCondition(
+                "rebind", f"must be a host behind a router, got {host!r}; hosts behind routers: {[*self._routers]}"
+            )
         self._routers[host].rebind()
 
     def management_address(self, host: int) -> str:
@@ -251,7 +253,7 @@ class Lab:
 
     def _command(self, holder: Holder, argv: Sequence[str], env: Mapping[str, str] | None = None) -> list[str]:
         settings = [f"{name}={value}" for name, value in (env or {}).items()]
-        # nsenter stays as the parent of the command. It must ignore Ctrl-C, which is meant for the command alone.
+        # nsenter stays as the parent of the command. It must ignore Ctrl-C, which only the command shall receive.
         before = [tool("env"), "--ignore-signal=INT", "--ignore-signal=TERM"]
         after = [tool("env"), "--default-signal=INT", "--default-signal=TERM", f"--chdir={os.getcwd()}"]
         return [*before, *holder.enter(processes=True), *after, *settings, *argv]
@@ -264,8 +266,8 @@ class Lab:
         return subprocess.Popen(self.command(host, argv, env), start_new_session=True, **popen)
 
     def signal(self, process: "subprocess.Popen[Any]", number: int) -> None:
-        """Sends a signal to a command that `start` has started. A signal to `process` itself would reach the program
-        that entered the host, and not the command. Does nothing if the command has ended.
+        """Sends a signal to a command that `start` has started. A signal to `process` itself would reach nsenter,
+        not the command. Does nothing if the command has ended.
         """
         if number == signal.SIGSTOP:
             self._stopped.append(process)
@@ -349,9 +351,9 @@ class Lab:
             conditions.check(self.size)
             network = self._opened()
             if conditions.cable != self.conditions.cable:
-                raise BadCondition("cable", "stays as it is while a lab runs: it is another kind of network")
+                raise BadCondition("cable", "cannot change while a lab runs: it needs another kind of network")
             if conditions.nat != self.conditions.nat:
-                raise BadCondition("nat", "stays as it is while a lab runs; `rebind` changes the ports of a host")
+                raise BadCondition("nat", "cannot change while a lab runs; `rebind` changes the ports of a host")
             if conditions.delayed and isinstance(network, KernelNetwork) and (conditions.delays or not has_netem()):
                 raise BadCondition(
                     "delay", "can change only in a lab that started with a delay: it needs another kind of network"
@@ -361,7 +363,9 @@ class Lab:
                     "burst", "can become a time only in a lab that started with one: it needs another kind of network"
                 )
             if conditions.low_share is not None and not isinstance(network, KernelNetwork):
-                raise BadCondition("low_share", "needs a lab that started without a delay: another kind of network")
+                raise BadCondition(
+                    "low_share", "needs a lab that started without a delay: it needs another kind of network"
+                )
             if conditions.tcp is not None and conditions.tcp != self.conditions.tcp:
                 self._set_tcp(checked_tcp(conditions.tcp))
             if self._further is not None:
@@ -459,14 +463,14 @@ class Lab:
 
 
 def try_lab(hosts: int = 2, conditions: Conditions | None = None) -> Access:
-    """Opens a lab and closes it, so that all that a lab needs has been tried; takes a fifth of a second.
+    """Checks that this machine can run a lab, by opening and closing one; takes a fifth of a second.
 
     Args:
         hosts: Number of hosts.
         conditions: Conditions of the network between them.
 
     Returns:
-        How this machine makes namespaces.
+        The kind of access to namespaces.
 
     Raises:
         LabUnavailable: This machine cannot run such a lab.

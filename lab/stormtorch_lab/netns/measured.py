@@ -1,4 +1,4 @@
-"""Measurements of the lab's network, by its counters and by a probe."""
+"""Measurements of the lab's network: packet counters, and rates and round trips from a probe."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ class LinkCount(NamedTuple):
     lost: int
     """Packets that the lab dropped on purpose."""
     bursts: int | None = None
-    """Runs of such packets; None where the network does not count them."""
+    """Runs of consecutive dropped packets; None if the network does not count them."""
 
 
 class AccessLinkCount(NamedTuple):
@@ -25,7 +25,7 @@ class AccessLinkCount(NamedTuple):
     packets: int
     """Packets that passed."""
     overflowed: int
-    """Packets that found the queue full: loss that senders cause by themselves."""
+    """Packets that found the queue full: congestion loss, caused by the senders."""
     low_packets: int | None = None
     """Packets of low priority that passed, of all `packets`; None where the network treats all packets alike."""
     low_overflowed: int | None = None
@@ -34,7 +34,7 @@ class AccessLinkCount(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Counters since the last `reset`, and what the probe measured when the lab opened."""
+    """Counters since the last `reset`, and the probe's measurements from when the lab opened."""
 
     links: list[LinkCount]
     lines: list[AccessLinkCount]
@@ -51,7 +51,7 @@ class Measured:
 
     @property
     def burst(self) -> float | None:
-        """Mean length of a run of such packets; None where nothing was lost or the network does not count runs."""
+        """Mean length of a run of dropped packets; None if nothing was lost or the network does not count runs."""
         bursts = sum(link.bursts or 0 for link in self.links)
         return sum(link.lost for link in self.links) / bursts if bursts else None
 
@@ -59,13 +59,13 @@ class Measured:
     def overflow(self) -> float:
         """Fraction of all packets that found a queue full."""
         lost = sum(line.overflowed for line in self.lines)
-        # Each packet passes two lines; it is counted on its sender's.
+        # Each packet passes two access links; it is counted on the sender's.
         sent = sum(line.packets + line.overflowed for line in self.lines if line.direction == "up")
         return lost / sent if sent else 0.0
 
     @property
     def low_loss(self) -> float | None:
-        """Fraction of the packets of low priority that found their queue full; None where nothing was sent so."""
+        """Fraction of the low-priority packets that found their queue full; None if there were none."""
         lost = sum(line.low_overflowed or 0 for line in self.lines)
         sent = sum(
             (line.low_packets or 0) + (line.low_overflowed or 0) for line in self.lines if line.direction == "up"

@@ -1,9 +1,9 @@
-"""Namespaces that live exactly as long as this process holds a pipe open.
+"""Network namespaces of the lab, which exist exactly as long as this process holds a pipe open.
 
 A holder is `cat` as the first process of its own namespaces. It reads from a pipe whose other end this process holds.
 When this process ends, for whatever reason, the pipe closes and the holder ends; the kernel then kills every process in
-the holder's pid namespace, and the network namespace vanishes with its devices. No namespace has a name, so none can be
-left behind.
+the holder's pid namespace, and the network namespace vanishes with its devices. No namespace has a name, so none can
+remain.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Holder:
         raise LabError(f"a namespace was not ready after {_READY_TIMEOUT_S:g} s")
 
     def enter(self, *, processes: bool = False) -> list[str]:
-        """First words of a command that runs in the network namespace, or, with `processes`, in all of the host's."""
+        """Command prefix that enters the network namespace, or, with `processes`, all namespaces of the host."""
         return self._access.enter(self.pid, "net", *(("uts", "pid", "mount") if processes else ()))
 
     @property

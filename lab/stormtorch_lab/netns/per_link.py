@@ -6,8 +6,8 @@
            {"from": "*", "to": 3, "trace": {"file": "links.jsonl", "line": 7}}],
  "hosts": [{"host": 3, "up": "10mbit", "down": "50mbit", "queue": "64kb", "mtu": 1200, "loss": 0.1}]}
 
-A link has one direction: name both directions where both are meant. If several entries fit a link, the last one counts.
-Loss of a host is that of all links from it and to it; entries of links count before it.
+A link has one direction: name both directions where both are meant. Of several entries for a link, the last counts.
+Loss of a host is that of all links from it and to it; entries of links take precedence.
 The file of a trace is relative to the folder of the file that names it.
 """
 

@@ -16,13 +16,13 @@ _ECHO_PORT, _SINK_PORT = 7007, 9009
 _DEVICE = "eth0"
 _PAYLOAD = 1472
 _MOST_FRAMES_PER_SEND = 16
-# The fastest stretch of this length gives the line's rate: on a busy machine, the sender is sometimes interrupted.
+# The fastest interval of this length gives the rate: on a busy machine, the sender is sometimes interrupted.
 _STRETCH_S = 0.1
 _UDP_SEGMENT = 103
 
 
 def main() -> None:
-    """Measures round trips; then sends at the given rate and counts what arrives."""
+    """Measures round trips; then sends at the given rate and counts the bytes that arrive."""
     own, following, start_at, packets, rate, seconds = (
         sys.argv[1],
         sys.argv[2],
@@ -38,7 +38,7 @@ def main() -> None:
     round_trips = _measure_round_trips(own, following, packets)
     received = None
     if rate > 0:
-        # Wait for hosts that are late because of loss; this one keeps answering meanwhile.
+        # Wait for hosts that are late because of loss; this host still echoes meanwhile.
         _sleep_until(start_at + _ROUND_TRIPS_S)
         received = _flood(own, following, rate, seconds)
     else:
@@ -74,7 +74,7 @@ def _measure_round_trips(own: str, following: str, packets: int) -> list[float]:
 
 
 def _flood(own: str, following: str, rate: float, seconds: float) -> float:
-    """Sends somewhat faster than the line, and counts what arrives at the device, before any loss at this host."""
+    """Sends a little faster than the link, and counts the bytes that arrive at the device, before loss at this host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
         sending.bind((own, _SINK_PORT))
         sending.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, _PAYLOAD)
@@ -90,7 +90,7 @@ def _flood(own: str, following: str, rate: float, seconds: float) -> float:
                 seen.append(_count())
                 look_at = now + 0.2 * _STRETCH_S
             if now >= due:
-                with contextlib.suppress(OSError):  # the queue is meant to be full
+                with contextlib.suppress(OSError):  # the queue is full on purpose
                     sending.sendto(bundle, (following, _SINK_PORT))
                 due = max(due + pause, now - 20 * pause)
             else:
@@ -100,7 +100,7 @@ def _flood(own: str, following: str, rate: float, seconds: float) -> float:
 
 
 def _fastest(seen: list[tuple[float, int]]) -> float:
-    """Highest rate over any stretch that is long enough, or over all if none is."""
+    """Highest rate over any interval that is long enough, or over all if none is."""
     rates = [_rate(seen[0], seen[-1])]
     for index, start in enumerate(seen):
         end = next((each for each in seen[index:] if each[0] - start[0] >= _STRETCH_S), None)

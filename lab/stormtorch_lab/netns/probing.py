@@ -1,4 +1,4 @@
-"""Measuring rates and round trips before a lab is used: runs probe.py on every host, each towards the next."""
+"""Measures rates and round trips when a lab opens: runs probe.py on every host, each towards the next."""
 
 import json
 import subprocess
@@ -11,12 +11,12 @@ from stormtorch_lab.netns.links.kernel_network import address
 
 _PROBE_PACKETS = 10
 _PROBE_S = 0.4
-# At higher rates, the probe would measure the cores that its sender needs, not the line.
+# At higher rates, the probe would measure the processor of its sender, not the link.
 _MOST_PROBED_BITS = 2e9
 
 
 def probe_commands(bits: Sequence[float], now_s: float) -> list[list[str]]:
-    """Command of each host, for lines of these rates; 0 is unlimited."""
+    """Command of each host, for access links of these rates; 0 is unlimited."""
     hosts = len(bits)
     if max(bits) > _MOST_PROBED_BITS:
         bits = [0.0] * hosts

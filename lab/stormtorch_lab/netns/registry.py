@@ -24,7 +24,7 @@ RequestHandler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def registry() -> Path:
-    """Folder of this user's labs, which nobody else can read or write."""
+    """Folder of this user's labs, which no other user can read or write."""
     try:
         return own_folder(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), "stormtorch-labs")
     except PermissionError as error:
@@ -44,12 +44,12 @@ class Registration:
         self.record([])
 
     def record(self, holders: Sequence[int]) -> None:
-        """Writes down the processes that `clean` must kill if they outlive this one."""
+        """Records the processes that `clean` must kill if they outlive this one."""
         record = {"owner": _identity(os.getpid()), "holders": [_identity(pid) for pid in holders]}
         (self.folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
 
     def serve(self, answer: RequestHandler) -> None:
-        """Starts to answer requests."""
+        """Starts to serve requests."""
         self._socket.bind(str(self.folder / _SOCKET))
         self._socket.listen()
         self._thread = threading.Thread(target=self._serve, args=(answer,), daemon=True, name="stormtorch lab")
@@ -74,13 +74,13 @@ class Registration:
                 connection.settimeout(_TIMEOUT_S)
                 try:
                     reply = answer(json.loads(_receive(connection)))
-                except Exception as error:  # report any error to the command that asked
+                except Exception as error:  # report any error to the requesting command
                     reply = {"error": str(error), "name": getattr(error, "name", None)}
                 connection.sendall(json.dumps(reply).encode())
 
 
 class Refused(LabError):
-    """A running lab refused a change; `name` is the condition, if the reason was a condition."""
+    """A running lab rejected a change; `name` is the condition at fault, if any."""
 
     def __init__(self, problem: str, name: str | None) -> None:
         super().__init__(problem)
@@ -117,7 +117,7 @@ def send_request(name: str | None, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def clean() -> list[str]:
-    """Removes what labs left behind whose owner has ended; returns a line for each thing removed."""
+    """Removes the remains of labs whose owner has ended; returns a line for each thing removed."""
     done = []
     for entry in _entries():
         record = _record(entry)
@@ -151,7 +151,7 @@ def _identity(pid: int) -> dict[str, int]:
 
 
 def _began(pid: int) -> int | None:
-    """Start time of a process; None if it has ended, even if its parent has not collected it yet."""
+    """Start time of a process; None if it has ended, even if its parent has not reaped it yet."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else int(fields[19])

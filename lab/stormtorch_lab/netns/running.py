@@ -1,4 +1,4 @@
-"""Running a command on every host: prints each line of output with its host, and always ends all ranks."""
+"""Runs a command on every host: prints each line of output with its host, and always ends all ranks."""
 
 import contextlib
 import os
@@ -47,7 +47,7 @@ class _Ranks:
         self._processes: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
         for rank, command in enumerate(commands):
-            # A process group of its own: signals reach the command and its children, and nothing else.
+            # Its own process group: signals reach only the command and its children.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -83,7 +83,7 @@ class _Ranks:
                     late = {each for each in range(rank, len(self._processes)) if self._runs(each)}
                     break
         except KeyboardInterrupt:
-            # The ranks are in process groups of their own, so Ctrl-C has not reached them.
+            # The ranks have their own process groups, so Ctrl-C has not reached them.
             self._signal(signal.SIGINT)
             self._await_all(_GRACE_S)
             raise

@@ -1,4 +1,4 @@
-"""Policies for federated training, and policies by name, as commands take them."""
+"""Policies for federated, private and straggler-tolerant training, and policies by name for commands."""
 
 from stormtorch_lab.policies.adel import ADEL
 from stormtorch_lab.policies.area import AREA

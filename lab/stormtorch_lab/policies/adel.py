@@ -1,4 +1,4 @@
-"""ADEL: SALF whose deadlines change from step to step, so that a total time is spent where it is worth most."""
+"""ADEL: SALF with deadlines that change from step to step, to spend a total time optimally."""
 
 import functools
 import math
@@ -13,14 +13,14 @@ from stormtorch_lab.policies.salf import SALF
 
 @dataclass(frozen=True, kw_only=True)
 class ADEL(SALF):
-    """Layer-wise training with stragglers, in a total time that is divided among the steps as `best_deadlines` does.
+    """Layer-wise training with stragglers, with a total time that `best_deadlines` divides among the steps.
 
     A longer deadline has more ranks in the mean of more layers. Noise of early steps is forgotten until the end, so
     that with a constant learning rate deadlines begin short and become longer; see `stormtorch.theory.layers` for the
     bound that they minimise. ADEL-FL also chooses batch sizes, which belong to the user's loop here.
 
-    A round in which all ranks are in time ends earlier than its deadline: the total is the most that steps may wait.
-    After `steps` steps, the last deadline stays.
+    A round in which all ranks are in time ends before its deadline, so the total is an upper bound. After `steps`
+    steps, the last deadline stays in force.
     """
 
     name: ClassVar[str] = "adel"
@@ -46,7 +46,7 @@ class ADEL(SALF):
     curvature: float = 0.1
     """Learning rate as a part of the largest with which descent without noise would converge, in [0, 1)."""
     floor: float = 0.01
-    """Gap at which noise holds a training in which nobody is late, as a part of the gap at the beginning."""
+    """Final gap of a training without stragglers, due to noise, as a part of the initial gap."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +57,7 @@ class ADEL(SALF):
         check(right, "rates", "have numbers in [0, 1], one at least", self.rates)
         if isinstance(self.layer_s, tuple):
             check(len(self.layer_s) == self.ranks, "layer_s", f"have {self.ranks} numbers, as ranks", self.layer_s)
-        _ = self.schedule_s  # refuses what has no schedule
+        _ = self.schedule_s  # rejects settings without a schedule
 
     @property
     def schedule_s(self) -> tuple[float, ...]:
@@ -73,7 +73,7 @@ class ADEL(SALF):
         )
 
     def deadline_at(self, step: int) -> Deadline:
-        """Returns the deadline of a step; None, which waits for everyone, where `deadline` is None."""
+        """Returns the deadline of a step; None, which waits for all ranks, if `deadline` is None."""
         return None if self.deadline is None else self.schedule_s[min(step, self.steps - 1)]
 
 
@@ -81,7 +81,7 @@ class ADEL(SALF):
 def _schedule(
     backward: theory.Backward, descent: theory.Descent, steps: int, total_s: float, rates: tuple[float, ...]
 ) -> tuple[float, ...]:
-    """Returns the best deadlines; kept, as a session asks again and again."""
+    """Returns the best deadlines; cached, as a session calls it at every step."""
     factors = []
     for step in range(steps):
         place = step / max(steps - 1, 1) * (len(rates) - 1)

@@ -17,47 +17,47 @@ from stormtorch_lab.privacy.noise import secret_generator
 
 @dataclass(frozen=True, kw_only=True)
 class LightDp(RankPolicy):
-    """Averages models, of which an owner sees no single one.
+    """Averages models without showing any single one to an owner.
 
     A rank uploads its model with noise of its own, plus a mask for each later rank, less one for each earlier rank. Two
-    ranks share a mask, so that masks are gone from the sum of all. If U uploads of a chunk arrive and S do not, the
-    mean has the variance noise^2/U + S mask^2/U: masks whose other half is lost stay in it as noise. So masks belong on
-    links that lose little, or on a `reliability` that repairs.
+    ranks share a mask, so that masks cancel out in the sum of all. If U uploads of a chunk arrive and S do not, the
+    mean has the variance noise^2/U + S mask^2/U: masks whose counterpart is lost stay in it as noise. So use masks on
+    links with little loss, or with a `reliability` that retransmits.
 
-    Ranks agree on the secrets of their pairs by X25519, once in each view: `meet` returns what a rank tells the others,
-    and `met` learns what they told. Virtual workers take them from `key_seed`.
+    Ranks agree on the secrets of their pairs by X25519, once in each view: `meet` returns the public key that a rank
+    announces, and `met` receives those of all ranks. Virtual workers derive the secrets from `key_seed`.
     """
 
     name: ClassVar[str] = "light-dp"
-    by_steps: ClassVar[bool] = False  # masks of models that weigh differently would not cancel out
+    by_steps: ClassVar[bool] = False  # masks of models with different weights would not cancel out
 
     noise: float = 0.0
     """Standard deviation of the noise that each rank adds to each element of its own."""
     mask: float = 0.0
-    """Standard deviation of the mask that two ranks share. Much more than a parameter is worth, so that it hides it;
-    rounding of float32 leaves about a ten-millionth of it."""
+    """Standard deviation of the mask that two ranks share. Choose it much larger than any parameter, so that it hides
+    the value; float32 rounding leaves an error of about a ten-millionth of it."""
     key_seed: int | None = None
-    """Seed of noise and secrets, for tests and virtual workers alone: whoever knows it can take both off again."""
+    """Seed of noise and secrets, only for tests and virtual workers: knowledge of the seed removes both."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(0.0 <= self.noise < math.inf, "noise", "not be negative", self.noise)
         check(0.0 <= self.mask < math.inf, "mask", "not be negative", self.mask)
         exact = self.wire == torch.float32
-        check(exact or not self.mask, "wire", "be float32 where there are masks: rounded ones do not cancel", self.wire)
+        check(exact or not self.mask, "wire", "be float32 with masks: rounded masks do not cancel", self.wire)
 
     def meet(self, rank: Memory) -> bytes:
-        """Returns what a rank tells all others when a view begins: the public part of a new key."""
+        """Returns the public part of a new key, which the rank announces when a view begins."""
         self._of("keys")[rank.index] = key = masks.new_key()
         return masks.public_part(key)
 
     def met(self, rank: Memory, everyone: list[bytes]) -> None:
-        """Learns what all ranks have told, by their places; the rank's own is among them.
+        """Receives the public keys of all ranks, by index, including the rank's own.
 
         Raises:
-            ValueError: A rank has told something that is no key.
+            ValueError: A rank announced something that is not a key.
         """
-        key = self._of("keys").pop(rank.index)  # of no use any more, and nobody can get hold of it later
+        key = self._of("keys").pop(rank.index)  # deleted after use, so that it cannot leak later
         self._of("secrets")[rank.index] = {
             peer: masks.shared_secret(key, theirs) for peer, theirs in enumerate(everyone) if peer != rank.index
         }
@@ -87,7 +87,7 @@ class LightDp(RankPolicy):
         return known
 
     def _of(self, name: str) -> dict[int, Any]:
-        """Returns keys or secrets by the place of the rank that has them: ranks may be threads of one process."""
+        """Returns keys or secrets by the index of their rank: ranks may be threads of one process."""
         found: dict[int, Any] = self.__dict__.setdefault(f"_{name}", {})
         return found
 

@@ -1,4 +1,4 @@
-"""MIFA: the last update of a rank that is absent goes on counting, so that absence does not bias the model."""
+"""MIFA: federated averaging with absent ranks, whose latest updates still count, so that absence causes no bias."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,11 +14,11 @@ from stormtorch.policies.rank_policy import RankPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class MIFA(RankPolicy):
-    """Federated averaging with a memory of what each rank has learned last.
+    """Federated averaging with a memory of each rank's latest update.
 
     In every exchange the model moves by the mean of the latest updates of all ranks, also of those that made no step.
-    Memories are kept where they arise: a rank sends how its update differs from the one that owners know, and remembers
-    as known what they report to have arrived.
+    Memories are kept where they arise: a rank sends the difference of its update to the one that owners know, and
+    stores as known the chunks that they acknowledge.
     """
 
     name: ClassVar[str] = "mifa"

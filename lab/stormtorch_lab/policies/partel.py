@@ -1,4 +1,4 @@
-"""PARTEL: each rank owns as much of the parameters as its line and its processor carry."""
+"""PARTEL: shards in proportion to the measured link rates and processors of their owners."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,13 +8,13 @@ from stormtorch.policies.bounded_drift import BoundedDrift
 
 @dataclass(frozen=True, kw_only=True)
 class PARTEL(BoundedDrift):
-    """Partitioned training: `BoundedDrift` whose blocks of parameters are as large as their owners are fast.
+    """Partitioned training: `BoundedDrift` with larger shards for faster owners.
 
-    The sizes are those for which a step is shortest, given what was measured of each rank's line, up and down, and of
-    its processor; see `stormtorch.theory.ShardTimes`. They follow what is measured. Where all ranks are alike, so are
-    the blocks, and the policy is `BoundedDrift`.
+    The sizes are those for which a step is shortest, given the measured rates of each rank's link, up and down, and of
+    its processor; see `stormtorch.theory.ShardTimes`. They follow the measurements. If all ranks are alike, the
+    shards are equal, and the policy is `BoundedDrift`.
     """
 
     name: ClassVar[str] = "partel"
     shards: Literal["equal", "rate"] = "rate"
-    """How much each rank owns: by what it carries, or the same."""
+    """Size of each rank's shard: by its measured speed, or equal."""

@@ -28,23 +28,23 @@ class PolicySettings:
     wire: str = "float32"
     """Number format on the network: a key of `WIRES`."""
     budget: float = 1.0
-    """Fraction of each lossy message that may be missing; 1 never sends anything again."""
+    """Fraction of each lossy message that may be missing; 1 never retransmits."""
     gradient_budget: float | None = None
     """Fraction of each message of gradients that may be missing; None is `budget`."""
     lead: float = 1.0
     """How far ahead "lead" sends parameters, in multiples of their mean lag p/(1-p)."""
     weights: Literal["mean", "horvitz-thompson"] = "mean"
-    """How gradients that arrived are weighed."""
+    """How received gradients are weighed."""
     redundancy: float | Literal["auto"] = 0.0
-    """Parity chunks for each data chunk in messages that may lose everything; "auto" by loss and wire."""
+    """Parity chunks for each data chunk in messages with a budget of 1; "auto" chooses by loss and wire."""
     max_lag: int | None = None
-    """Steps that a parameter may be out of date before it is fetched exactly; None sets no bound."""
+    """Largest age of a copy in steps before it is fetched exactly; None sets no bound."""
     guard: float | None = 0.5
     """Measured loss above which the broadcast becomes exact; None never does that."""
     every: int = 1
     """Steps between two averagings of models."""
     shards: Literal["equal", "rate"] = "equal"
-    """How much of the parameters each rank owns: the same, or by measured speed. Virtual workers have no speed."""
+    """Size of each rank's shard: equal, or by measured speed. Virtual workers have no speed."""
     more: tuple[tuple[str, str], ...] = ()
     """Other fields of policies and their values, as text. Policies that do not have a field ignore it."""
     given: frozenset[str] = frozenset()
@@ -126,7 +126,7 @@ def _of_class(kind: type[Policy], described: str, settings: PolicySettings) -> P
         if each.name in settings.given or getattr(settings, each.name) != getattr(usual, each.name)
     }
     chosen.pop("given", None)
-    fields = {each.name: each for each in dataclasses.fields(kind)}  # whoever derives from a dataclass is one
+    fields = {each.name: each for each in dataclasses.fields(kind)}  # a subclass of a dataclass is one
     given = {knob: WIRES.get(value, value) if knob == "wire" else value for knob, value in chosen.items()}
     if "budget" in given and "budget" not in fields and "reliability" in fields:
         given["reliability"] = Reliability(budget=given.pop("budget"))
@@ -161,14 +161,14 @@ def _read(knob: str, text: str, default: Any) -> Any:
     except (KeyError, ValueError) as error:
         words = {bool: "true or false", int: "a whole number", float: "a number"}
         raise ValueError(f"{knob} must be {words.get(type(default), 'numbers, as 1,0.5')}, got {text!r}") from error
-    for kind in (int, float):  # a field that has no value, or a word, may have a number, too
+    for kind in (int, float):  # a field whose default is None or a word may also have a number
         with contextlib.suppress(ValueError):
             return kind(text)
     return text
 
 
 def _of_these(path: str) -> str:
-    """The policies that a file has, in words."""
+    """Lists the policies of a file, for an error."""
     found = [
         name
         for name, value in vars(_module(Path(path))).items()
@@ -178,7 +178,7 @@ def _of_these(path: str) -> str:
 
 
 def _module(path: Path) -> object:
-    """The module in a file, imported once: a policy must be the same class wherever it is asked for."""
+    """Imports the module in a file, once, so that a policy is the same class everywhere."""
     name = f"stormtorch_policy_{path.stem}_{abs(hash(path.resolve()))}"
     if name in sys.modules:
         return sys.modules[name]

@@ -1,4 +1,4 @@
-"""`BoundedDrift` with noise: what leaves a rank tells little of any single sample."""
+"""Differentially private `BoundedDrift` (DP-SGD): ranks add noise to their gradients before they send them."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class PrivateDrift(BoundedDrift):
     """`BoundedDrift` whose ranks add Gaussian noise to their gradients before these leave them (DP-SGD).
 
     Gradients must be clipped sample by sample, as `stormtorch_lab.privacy.backward` does; this policy cannot check it.
-    `stormtorch_lab.privacy.epsilon` tells what a noise multiplier is worth.
+    `stormtorch_lab.privacy.epsilon` computes the guarantee of a noise multiplier.
 
     With `sharers=1` each message by itself has all the noise, so that the guarantee holds against the other ranks, too,
     and whatever is lost. With all n ranks as sharers, each adds 1/sqrt(n) of it, and only their sum has it: the
@@ -39,8 +39,8 @@ class PrivateDrift(BoundedDrift):
     sharers: int = 1
     """Ranks that share the noise: 1 gives each rank all of it."""
     seed: int | None = None
-    """Seed of the noise, for tests and virtual workers alone: whoever knows it can take the noise off again. None draws
-    from the system's randomness, anew on every rank."""
+    """Seed of the noise, only for tests and virtual workers: knowledge of the seed removes the noise. None draws from
+    the system's randomness, on every rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,14 +49,14 @@ class PrivateDrift(BoundedDrift):
         check(not self.noise or math.isfinite(self.clip), "clip", "be finite where there is noise", self.clip)
         check(self.batch >= 1, "batch", "be at least 1", self.batch)
         check(self.sharers >= 1, "sharers", "be at least 1", self.sharers)
-        # A late rank's gradients weigh more, and so would each of its samples.
+        # A late rank's gradients have more weight, and so would each of its samples.
         check(not self.noise or self.deadline is None, "deadline", "be None where there is noise", self.deadline)
-        # Gradients of single samples are computed by functions of torch that let nothing arrive meanwhile.
+        # The torch functions for per-sample gradients do not allow parameters to arrive meanwhile.
         check(not self.noise or not self.overlap, "overlap", "be False where there is noise", self.overlap)
 
     @property
     def weighs(self) -> bool:
-        """Whether `send` changes what it is given."""
+        """Whether `send` modifies its input."""
         return self.noise > 0.0 or super().weighs
 
     def send(self, own: torch.Tensor, loss: Numbers) -> torch.Tensor:

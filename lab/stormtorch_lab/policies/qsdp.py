@@ -1,4 +1,4 @@
-"""Quantised sharded training: owners train as under FSDP, and all that travels has few bits, rounded without bias."""
+"""Quantised sharded training: sharded as under FSDP, with quantised gradients and parameters, rounded without bias."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -14,12 +14,12 @@ _WIRE_OF = {32: torch.float32, 8: torch.int8, 4: WIRES[-1]}
 
 @dataclass(frozen=True, kw_only=True)
 class QSDP(OwnerPolicy):
-    """Gradients to their owners and parameters to everyone, each block of neighbours on a random grid of its own.
+    """Quantises gradients to their owners and parameters to all ranks, each block on its own random grid.
 
-    Owners keep float32 parameters and optimizer state, so that rounding is noise in what others compute with and never
-    adds up; an owner's own shard is not rounded. Grids lie at random places: on average, gradients and copies are what
-    was sent. Nothing is lost unless `reliability` says so. The algorithm is that of QSDP (Markov et al., 2023), which
-    rounds both to 8 bits.
+    Owners keep float32 parameters and optimizer state, so that rounding errors are noise in the copies and never
+    accumulate; an owner's own shard is not rounded. Grids have random offsets, so that rounding is
+    unbiased. Messages are exact unless `reliability` allows loss. The algorithm is that of QSDP (Markov et al., 2023),
+    which rounds both to 8 bits.
     """
 
     name: ClassVar[str] = "qsdp"

@@ -1,4 +1,4 @@
-"""SALF: at the deadline of a step, what a slow rank has computed of its gradients counts, layer by layer, unbiased."""
+"""SALF: straggler-aware training: at a deadline, layers that a slow rank has computed count, without bias."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,23 +13,23 @@ from stormtorch.policies.policy import Deadline, Numbers
 
 @dataclass(frozen=True, kw_only=True)
 class SALF(BoundedDrift):
-    """Layer-wise training with stragglers: backward ends at a deadline, wherever a rank is.
+    """Layer-wise training with stragglers: backward is cut off at a deadline.
 
-    Gradients are computed from the last layer backwards. At the deadline each rank gives those that it has, so that
-    owners of late layers average over all ranks and owners of early layers over few. A layer that nobody has reached
-    gets a gradient of zero. As that happens by chance, gradients of a layer that was reached are made longer by the
-    inverse of the chance that anybody reaches it: then all layers move as far on average as without stragglers. What
-    owners send has the lead of `BoundedDrift`.
+    Gradients are computed from the last layer backwards. At the deadline each rank contributes those that it has, so
+    owners of late layers average over all ranks and owners of early layers over few. A layer that no rank has reached
+    gets a gradient of zero. To correct this bias, the gradient of a reached layer is divided by the probability that
+    any rank reaches it: on average, all layers then move as far as without stragglers. Owners send parameters with the
+    lead of `BoundedDrift`.
 
-    On real ranks, gradients that come after the deadline count in the next step, weighed by how often they come.
+    On real ranks, gradients that arrive after the deadline count in the next step, weighed by their frequency.
     """
 
     name: ClassVar[str] = "salf"
     deadline: Deadline = "auto"
     """When a rank's backward is cut off; see `OwnerPolicy`. Virtual workers with a `SlowBackward` need seconds here;
-    on other networks nobody is late, but for `Stragglers`."""
+    on other networks no rank is late, except under `Stragglers`."""
     inertia: float = 0.98
-    """How much of what an owner remembers of how many ranks reach a layer stays at each step."""
+    """Decay per step of an owner's moving average of how many ranks reach a layer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,10 +37,10 @@ class SALF(BoundedDrift):
         check(0.0 <= self.inertia < 1.0, "inertia", "lie in [0, 1)", self.inertia)
 
     def combine(self, mean: torch.Tensor, count: Numbers, present: int, owner: Memory = NO_MEMORY) -> torch.Tensor:
-        """Divides the mean by the chance that anybody reaches a layer, from how many ranks have reached it lately."""
+        """Divides the mean by the estimated probability that any rank reaches the layer."""
         share = torch.zeros_like(mean) + count / present
         reach = owner.setdefault("reach", torch.zeros_like(mean)).lerp_(share, 1.0 - self.inertia)
         weight = owner.setdefault("weight", torch.zeros_like(mean)).lerp_(torch.ones_like(mean), 1.0 - self.inertia)
         missed = (1.0 - (reach / weight).clamp_(max=1.0)) ** present
-        # A layer that is hardly ever reached would be moved far too far by a single rank.
+        # Bounded: otherwise a single rank would move a rarely reached layer too far.
         return mean / (1.0 - missed.clamp_(max=0.9))

@@ -1,4 +1,4 @@
-"""How private a training is: epsilon from noise, sampling and steps, and the noise that an epsilon takes.
+"""Privacy accountant: epsilon from noise, sampling and steps, and the noise for an epsilon.
 
 Each step releases the sum of gradients that are clipped to a norm C, plus Gaussian noise of standard deviation
 `noise` C. Every sample is in a step with the same probability, independently (Poisson sampling). Two datasets are
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from stormtorch.checks import check
 
 Method = Literal["prv", "rdp"]
-"""How losses of privacy are composed: "prv" numerically, tight to 0.01; "rdp" by Renyi's divergence, quick and safe."""
+"""How privacy losses are composed: "prv" numerically, tight to 0.01; "rdp" by Renyi's divergence, quick and safe."""
 
 _PRV_ERROR = 0.01
 _MOST_NOISE = 1e6
@@ -54,7 +54,7 @@ def noise_for(
     """Returns the least noise multiplier that makes a training (epsilon, delta)-differentially private.
 
     Args:
-        epsilon_: The epsilon that is wanted.
+        epsilon_: The wanted epsilon.
         sample_rate: Probability of a sample to be in a step.
         steps: Number of steps.
         delta: Probability with which the guarantee may fail.
@@ -67,7 +67,7 @@ def noise_for(
     def of(way: Method) -> Callable[[float], float]:
         return lambda noise: epsilon(noise, sample_rate=sample_rate, steps=steps, delta=delta, method=way)
 
-    # The quick way never tells too small an epsilon, so what it finds is enough noise, and rather too much.
+    # The quick method never underestimates epsilon, so its noise is an upper bound.
     alone = method == "rdp" or sample_rate == 1.0
     enough = _bisect(of("rdp"), epsilon_, *_bracket(of("rdp"), epsilon_), tolerance if alone else max(tolerance, 0.1))
     if alone:

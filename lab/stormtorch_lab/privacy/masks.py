@@ -1,8 +1,8 @@
-"""Masks that two ranks share and that cancel out in the sum of both, as LightDP-FL adds them to what ranks upload.
+"""Pairwise masks for secure aggregation: they cancel out in the sum of all uploads, as in LightDP-FL.
 
-Rank i uploads w_i + n_i + sum_{j>i} s_ij - sum_{j<i} s_ij. An owner that gets all uploads adds them up, and every s_ij
-is gone; it cannot tell what one rank has sent. Both ends of a pair compute s_ij from a secret that only they know, the
-number of the round and the place of an element in the model, so a mask does not depend on how messages are cut.
+Rank i uploads w_i + n_i + sum_{j>i} s_ij - sum_{j<i} s_ij. In the sum of all uploads every s_ij
+cancels out, and an owner learns no single upload. Both ends of a pair compute s_ij from a secret that only they know,
+the number of the round and the offset of an element in the model, so a mask does not depend on how messages are split.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def new_key() -> X25519PrivateKey:
 
 
 def public_part(key: X25519PrivateKey) -> bytes:
-    """Returns what a rank tells all others of its key."""
+    """Returns the public part of a key, which a rank announces."""
     return key.public_key().public_bytes_raw()
 
 
@@ -42,7 +42,7 @@ def shared_secret(key: X25519PrivateKey, theirs: bytes) -> bytes:
     """Returns the secret of a pair of ranks: both compute the same, each from its own key and the other's public part.
 
     Raises:
-        ValueError: `theirs` is no public part; it may come from anybody.
+        ValueError: `theirs` is not a public part; it is untrusted input.
     """
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
     from cryptography.hazmat.primitives.hashes import SHA256
@@ -50,14 +50,14 @@ def shared_secret(key: X25519PrivateKey, theirs: bytes) -> bytes:
 
     if len(theirs) != PUBLIC_BYTES:
         raise ValueError(f"a public key has {PUBLIC_BYTES} bytes, got {len(theirs)}")
-    exchanged = key.exchange(X25519PublicKey.from_public_bytes(theirs))  # refuses points of small order
+    exchanged = key.exchange(X25519PublicKey.from_public_bytes(theirs))  # rejects points of small order
     # Both public parts belong to the secret, in an order that both ends know.
     both = b"".join(sorted((public_part(key), theirs)))
     return HKDF(algorithm=SHA256(), length=SECRET_BYTES, salt=None, info=_ABOUT + both).derive(exchanged)
 
 
 def pretended_secret(seed: int, one: int, other: int) -> bytes:
-    """Returns a secret of a pair of virtual workers, from a seed: whoever knows the seed knows it."""
+    """Returns a secret of a pair of virtual workers, from a seed: not secret from holders of the seed."""
     pair = f"{seed}/{min(one, other)}/{max(one, other)}".encode()
     return hashlib.blake2b(pair, digest_size=SECRET_BYTES, person=b"pretended").digest()
 
@@ -65,13 +65,13 @@ def pretended_secret(seed: int, one: int, other: int) -> bytes:
 def normals(secret: bytes, round_: int, first: int, count: int) -> torch.Tensor:
     """Returns standard normal numbers, in float32, for some elements of the model.
 
-    An element's number depends on the secret, the round and its place alone. Ends that compute on machines whose
+    An element's number depends only on the secret, the round and its offset. Ends that compute on machines whose
     logarithms differ in the last bit get numbers that differ in the last bit.
 
     Args:
         secret: Secret of a pair.
         round_: Number of the exchange.
-        first: Place of the first element in the model.
+        first: Offset of the first element in the model.
         count: Number of elements.
     """
     from cryptography.hazmat.primitives.ciphers import Cipher
@@ -93,13 +93,13 @@ def normals(secret: bytes, round_: int, first: int, count: int) -> torch.Tensor:
 def pairwise_mask(
     index: int, secrets: Mapping[int, bytes], round_: int, first: int, count: int, scale: float
 ) -> torch.Tensor:
-    """Returns what a rank adds to some elements: its masks with later ranks, less those with earlier ones.
+    """Returns the sum of a rank's masks for some elements: those with later ranks, less those with earlier ones.
 
     Args:
-        index: Place of this rank among the members.
-        secrets: Secret that it shares with each other rank, by place.
+        index: Index of this rank among the members.
+        secrets: Secret that it shares with each other rank, by index.
         round_: Number of the exchange.
-        first: Place of the first element in the model.
+        first: Offset of the first element in the model.
         count: Number of elements.
         scale: Standard deviation of each mask.
     """
@@ -110,7 +110,7 @@ def pairwise_mask(
 
 
 def residue_variance(arrived: int, missing: int, noise: float, mask: float) -> float:
-    """Returns the variance of what noise and masks leave in the sum of uploads; exact.
+    """Returns the variance that noise and masks leave in the sum of uploads; exact.
 
     Each upload that arrived has noise of its own, and a mask with each rank that is missing, which nothing cancels.
 

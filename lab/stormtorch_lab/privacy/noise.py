@@ -1,4 +1,4 @@
-"""Noise that nobody else can predict, and how ranks share it."""
+"""Cryptographically random noise, and how ranks share it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def secret_generator(seed: int | None = None) -> torch.Generator:
-    """Makes a generator that no other rank can repeat; with a seed, for tests and virtual workers, everybody can."""
+    """Makes an unpredictable generator; with a seed, a reproducible one for tests and virtual workers."""
     random = torch.Generator(device="cpu")
     return random.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True) if seed is None else seed)
 

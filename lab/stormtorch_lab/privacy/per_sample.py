@@ -1,4 +1,4 @@
-"""Gradients that are clipped sample by sample, so that no sample moves a step by more than a known amount."""
+"""Per-sample gradient clipping, which bounds the influence of each sample on a step (DP-SGD)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 def backward(model: nn.Module, loss: Loss, batch: Any, *, clip: float, at_once: int | None = None) -> torch.Tensor:
-    """Computes the gradient of each sample, clips it to a norm, and gives parameters the mean; in place of backward.
+    """Computes the gradient of each sample, clips it to a norm, and sets the mean as gradient; in place of backward.
 
     `optimizer.step()` of a prepared model then exchanges these gradients. Call `optimizer.zero_grad()` before. A sample
     whose gradient is not finite counts as one without a gradient.
@@ -67,7 +67,7 @@ def backward(model: nn.Module, loss: Loss, batch: Any, *, clip: float, at_once: 
             if "mutate a captured Tensor" not in str(error):
                 raise
             raise ValueError(
-                "forward changes tensors of its own: statistics of batches, or parameters that are still on their way; "
+                "forward changes its own tensors: batch statistics, or parameters that are still arriving; "
                 "set overlap=False in the policy"
             ) from error
         losses.append(of_part)

@@ -1,1 +1,1 @@
-"""Reports: one self-contained HTML page from the JSON that commands write. Begin with `page.py`."""
+"""Reports: one self-contained HTML page from the JSON results of commands. Start with `page.py`."""

@@ -1,4 +1,4 @@
-"""Page of `stormtorch chaos`: what struck, how training went on, which invariants held."""
+"""Page of `stormtorch chaos`: faults, recovery of the training, and invariants."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -72,9 +72,9 @@ def _sections(data: dict[str, Any], ahead: str) -> list[Section]:
         x_label="seconds",
         y_label="step",
         series=[Series(name="step", colour="blue", x=[t for t, _ in curve], y=[step for _, step in curve])],
-        note="Where the line is flat, training stands still.",
+        note="The line is flat while training is stalled.",
     )
-    lanes = Timeline(title="What struck which host", lanes=[f"h{host}" for host in hosts], seconds=end, events=events)
+    lanes = Timeline(title="Faults by host", lanes=[f"h{host}" for host in hosts], seconds=end, events=events)
     checks = Table(
         title="Invariants",
         headings=("", "", "problems"),
@@ -98,7 +98,7 @@ def _sections(data: dict[str, Any], ahead: str) -> list[Section]:
     )
     return [
         Section(heading=f"The run{ahead}", parts=[steps, lanes, kinds]),
-        Section(heading=f"What must always hold{ahead}", parts=[checks]),
+        Section(heading=f"Invariants{ahead}", parts=[checks]),
     ]
 
 

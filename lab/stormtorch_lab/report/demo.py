@@ -18,7 +18,7 @@ from stormtorch_lab.report.trainings import cost_sentence, training_sections, tr
 
 
 def demo_verdict(data: dict[str, Any]) -> tuple[str, str]:
-    """Says what the demo showed, and a tone."""
+    """Returns the verdict of the demo, and a tone."""
     race = data.get("race")
     if not race or not race["results"]:
         return "The demo ended before anything was measured.", "plain"
@@ -26,7 +26,7 @@ def demo_verdict(data: dict[str, Any]) -> tuple[str, str]:
     conditions = race["conditions"]
     if "requested" in conditions or not conditions.get("faults"):
         return race_verdict(conditions, learners)
-    # No lab: TCP had a perfect network. Speeds are compared, and the sentence says who was spared.
+    # No lab: TCP had a perfect network. Speeds are compared, and the sentence names the backend without loss.
     ours = next((each for each in learners if not each.tcp and each.trained), None)
     peer = next((each for each in learners if each.tcp and each.trained), None)
     lost = percent(conditions["faults"])
@@ -39,21 +39,21 @@ def demo_verdict(data: dict[str, Any]) -> tuple[str, str]:
 
 
 _LEAD = (
-    "Plain sends parameters as they are; the lead sends them a little ahead, so that late copies are right on average."
+    "Plain sends parameters as they are; lead extrapolates them a little, so that stale copies are right on average."
 )
 
 
 def busy_sentence(data: dict[str, Any]) -> str:
-    """Warns where other work took the cores: waiting for a core hides what the network costs."""
+    """Warns if other work used the cores: waiting for a core hides the cost of the network."""
     machine = data["race"]["conditions"].get("machine") or {}
     load, cores = machine.get("load_before"), machine.get("cores_usable")
     if not load or not cores or load < 1.25 * cores:
         return ""
-    return f"This machine was busy with other work (load {load:.0f} on {cores} cores), so the seconds say little."
+    return f"This machine was busy with other work (load {load:.0f} on {cores} cores), so its times are unreliable."
 
 
 def accuracy_sentence(data: dict[str, Any]) -> str:
-    """Says what loss costs accuracy; empty if that was not measured."""
+    """Describes the accuracy lost to packet loss; empty if not measured."""
     accuracy = data.get("accuracy")
     if not accuracy or not accuracy["results"]:
         return ""

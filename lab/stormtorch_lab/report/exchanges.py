@@ -38,7 +38,7 @@ def allreduce_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
         rows=[*rows],
     )
     return Page(
-        title="All-reduce beside gloo",
+        title="All-reduce against gloo",
         subtitle=_where(conditions),
         verdict=verdict,
         tone=tone,
@@ -54,7 +54,7 @@ def ddp_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
     for name, data in files:
         ahead = f"{name}: " if len(files) > 1 else ""
         conditions = data["conditions"]
-        floors = [("no communication", conditions.get("no_sync_s")), ("the line's rate", conditions.get("line_s"))]
+        floors = [("no communication", conditions.get("no_sync_s")), ("the link's rate", conditions.get("line_s"))]
         marks = [Mark(x=value, text=text) for text, value in floors if value is not None]
         title = f"{ahead}a step of {conditions['params'] / 1e6:.3g} M parameters"
         parts.append(_bars(title, "median time of a step, s", data["results"], marks))
@@ -67,7 +67,7 @@ def ddp_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
         rows=[*rows],
     )
     return Page(
-        title="A training step beside gloo",
+        title="A training step against gloo",
         subtitle=f"{conditions['params'] / 1e6:.3g} M parameters on {_where(conditions)}",
         verdict=verdict,
         tone=tone,
@@ -117,7 +117,7 @@ def latency_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
     idle = data.get("idle_cpu_percent") or {}
     facts = [Fact(figure=f"{value:.2g} %", text=f"of a core while {name} idles") for name, value in idle.items()]
     return Page(
-        title="Small tensors beside gloo",
+        title="Small tensors against gloo",
         subtitle=f"{ranks_of(data['conditions'])} ranks, loopback",
         verdict=verdict,
         tone=tone,
@@ -145,7 +145,7 @@ def sweep_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
                 compared += 1
                 faster += min(each["median_s"] for each in ours) < min(each["median_s"] for each in peers)
         title = "Median time over the ideal" + (f": {name}" if len(files) > 1 else "")
-        note = "1 is as fast as the line allows; > means that it was given up before it ended."
+        note = "1 is as fast as the link allows; > means that it timed out."
         parts.append(Grid(title=title, corner="network", columns=list(backends), rows=rows, note=note))
     conditions = files[0][1]["conditions"]
     return Page(
@@ -208,7 +208,7 @@ def _beside(results: Sequence[dict[str, Any]], what: str, conditions: dict[str, 
     peers = [result for result in results if result["backend"].startswith("gloo")]
     where = where_text(conditions)
     if not ours or not peers:
-        return f"Over {where}: {len(results)} backends were measured, and nothing to compare them with.", "plain"
+        return f"Over {where}: {len(results)} backends were measured, without one to compare them with.", "plain"
     best = min(ours, key=lambda result: float(result["median_s"]))
     peer = min(peers, key=lambda result: float(result["median_s"]))
     ratio = peer["median_s"] / best["median_s"]

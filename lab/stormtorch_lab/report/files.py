@@ -1,4 +1,4 @@
-"""Files that commands wrote: which kind each is, and the page that fits."""
+"""Reads result files of commands: finds the command that wrote a file, and its page."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from stormtorch_lab.report.race import race_page
 from stormtorch_lab.report.trainings import training_page
 
 Files: TypeAlias = Sequence[tuple[str, dict[str, Any]]]
-# A file that is larger was not written by a command.
+# Larger files were not written by a command.
 _MOST_BYTES = 256 << 20
 
 
 class UnknownFile(ValueError):
-    """A file that no command of stormtorch wrote; the message names it and says what was expected."""
+    """A file that no command of stormtorch wrote; the message names the file and the expected contents."""
 
 
 PAGES: dict[str, Callable[[Files], Page]] = {
@@ -49,17 +49,17 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UnknownFile(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         hint = " It looks like JSON lines: `stormtorch ledger` reads those." if path.suffix == ".jsonl" else ""
-        raise UnknownFile(f"{path} is no JSON that a command wrote with --json ({error}).{hint}") from error
+        raise UnknownFile(f"{path} is not JSON that a command wrote with --json ({error}).{hint}") from error
     if not isinstance(data, dict):
         raise UnknownFile(f"{path} holds no results: write a file with --json of {_commands()}")
     return data
 
 
 def kind_of(path: Path, data: dict[str, Any]) -> str:
-    """Finds the command that wrote it, by what only that one writes.
+    """Finds the command that wrote the data, by fields that only that command writes.
 
     Raises:
-        UnknownFile: None of them did.
+        UnknownFile: No command wrote it.
     """
     if data.get("kind") == "demo" and isinstance(data.get("race"), dict):
         return "demo"
@@ -79,7 +79,7 @@ def kind_of(path: Path, data: dict[str, Any]) -> str:
         return "bench ddp"
     if "median_s" in first and "mb" in first:
         return "bench allreduce"
-    raise UnknownFile(f"{path} holds no results of a kind that is known: write a file with --json of {_commands()}")
+    raise UnknownFile(f"{path} holds no results of a known kind: write a file with --json of {_commands()}")
 
 
 def _inside(path: Path) -> list[Path]:

@@ -1,7 +1,7 @@
-"""HTML of a report: one file that asks nobody for anything, readable without scripts and by screen readers.
+"""HTML of a report: one self-contained file without network requests, readable without scripts and by screen readers.
 
-Whatever comes from a file is text: it is escaped, also inside of the data that scripts read, and the page's policy
-forbids every request.
+Text from result files is escaped, also inside the data for scripts, and the page's content security policy forbids
+every request.
 """
 
 import json
@@ -16,7 +16,7 @@ from stormtorch.telemetry.json_files import without_nan
 from stormtorch_lab.report.parts import BarChart, Cell, Grid, LineChart, Page, PageElement, Section, Table, Timeline
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
-"""Content policy: nothing may be fetched from anywhere."""
+"""Content security policy: the page may not load anything."""
 _TABLE_ROWS = 2000
 
 
@@ -55,7 +55,7 @@ def page_html(page: Page) -> str:
 <footer>
 <h2>Conditions</h2>
 <dl>{conditions}</dl>
-<p>Made by stormtorch from measured results. This file asks no server for anything.</p>
+<p>Made by stormtorch from measured results. This file makes no network requests.</p>
 </footer>
 </main>
 <script type="application/json" id="charts">{_script_json(charts)}</script>
@@ -72,13 +72,13 @@ def _asset(package: str, path: str) -> str:
 
 
 def _script_json(data: Any) -> str:
-    """JSON that cannot end the script in which it stands."""
+    """JSON that cannot close the script element around it."""
     text = json.dumps(without_nan(data), ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _word(text: str) -> str:
-    """A word for a class; anything else could leave its attribute."""
+    """A CSS class name; other text could break out of its attribute."""
     return "".join(letter for letter in text if letter.isalnum() or letter == "-")
 
 
@@ -124,7 +124,7 @@ def _bars(chart: BarChart) -> str:
     marks = [mark.x for mark in chart.marks if mark.x is not None]
     most = max([*values, *marks, 0.0])
     dotted = [dot for bar in chart.bars for dot in bar.dots if math.isfinite(dot)]
-    # One wild round must not make all bars short: dots far beyond the longest are drawn at the end.
+    # One outlier must not make all bars short: dots far beyond the longest bar are drawn at the end.
     high = max([most, *(dot for dot in dotted if dot <= 1.5 * most)])
     low = min([*values, *dotted, 0.0])
     span = (high - low) or 1.0
@@ -179,7 +179,7 @@ def _timeline(chart: Timeline) -> str:
 
 
 def _inside(text: str, share: float) -> str:
-    """The word on an event, where it has room."""
+    """The label on an event, if it fits."""
     return f"<span>{escape(text)}</span>" if share > 0.01 * (len(text) + 2) else ""
 
 
@@ -206,7 +206,7 @@ def _cell(cell: Cell, *, first: bool) -> str:
 
 
 def cell_text(cell: Cell) -> str:
-    """Writes a cell for people."""
+    """Formats a table cell."""
     if cell is None:
         return ""
     return f"{cell:.5g}" if isinstance(cell, float) else str(cell)

@@ -1,6 +1,6 @@
 """Parts of a report: charts, tables and the page that holds them, as plain data.
 
-Every chart can say itself as a table, which stands beside it for those who cannot see it, and becomes the CSV file.
+Every chart also yields a table, shown beside it for accessibility and written as CSV.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import TypeAlias
 Cell: TypeAlias = str | float | int | None
 
 FURTHER = ("sky", "purple", "yellow", "green", "orange", "grey")
-"""Colours of what has none of its own, in this order."""
+"""Colours for names without a fixed one, in order."""
 _COLOURS = {
     "storm": "blue",
     "storm-drift": "blue",
@@ -28,7 +28,7 @@ _COLOURS = {
 
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
-    """Chooses a colour for each name: what is compared everywhere has one of its own, and no two share one."""
+    """Chooses a colour for each name: common names have fixed colours, and no two names share one."""
     found: dict[str, str] = {}
     for name in names:
         own = _COLOURS.get(name)
@@ -66,7 +66,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A line across a chart at one value, with a word."""
+    """A reference line across a chart, with a label."""
 
     text: str
     x: float | None = None
@@ -110,10 +110,10 @@ class Bar:
     name: str
     value: float
     text: str
-    """Value as people read it."""
+    """Formatted value."""
     colour: str
     at_least: bool = False
-    """Whether the real value is larger: the measurement was given up."""
+    """Whether the value is a lower bound, as the measurement timed out."""
     dots: list[float] = field(default_factory=list)
     """Single measurements behind the value."""
 
@@ -139,7 +139,7 @@ class BarChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that lasted from one time to another on one lane."""
+    """An event with a start and an end on one lane."""
 
     lane: str
     begin: float
@@ -185,7 +185,7 @@ PageElement: TypeAlias = LineChart | BarChart | Grid | Timeline | Table
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A figure that is worth large print."""
+    """A key figure, in large print."""
 
     figure: str
     text: str
@@ -207,7 +207,7 @@ class Page:
 
     title: str
     verdict: str
-    """Plain sentence that answers what a reader wants to know."""
+    """The main result in one plain sentence."""
     tone: str = "plain"
     """"good", "bad", "warn" or "plain"."""
     subtitle: str = ""
@@ -218,5 +218,5 @@ class Page:
 
     @property
     def parts(self) -> list[PageElement]:
-        """All parts in their order."""
+        """All parts in order."""
         return [part for section in self.sections for part in section.parts]

@@ -1,4 +1,4 @@
-"""Page of trainings against the clock: `bench convergence` and the race of the demo."""
+"""Page of convergence over time: `bench convergence` and the race of the demo."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from stormtorch_lab.report.text import (
     where_text,
 )
 
-# Times that differ by less are called the same: a run repeated differs by as much.
+# Times that differ by less count as equal: repeated runs differ by as much.
 _SAME = 1.05
 
 
@@ -32,24 +32,24 @@ class Learner:
     arrived: float
     gave_up: bool
     label: str = ""
-    """Name for people; with several files, with the file's."""
+    """Label; with several files, including the name of the file."""
 
     @property
     def tcp(self) -> bool:
-        """Whether this contender is gloo, which uses TCP."""
+        """Whether this backend is gloo, which uses TCP."""
         return self.backend.startswith("gloo")
 
     @property
     def trained(self) -> bool:
-        """Whether this contender has made a step."""
+        """Whether this backend has made a step."""
         return self.steps[-1] > 0
 
     def reached_s(self, loss: float) -> float | None:
-        """Seconds until it first came to a loss, on a straight line between evaluations; None if it did not."""
+        """Seconds until it first reached a loss, interpolated between evaluations; None if it did not."""
         return _crossing(self.clock_s, self.losses, loss)
 
     def loss_at(self, step: float) -> float:
-        """Loss after so many steps, on a straight line between evaluations."""
+        """Loss after that many steps, interpolated between evaluations."""
         for index in range(1, len(self.steps)):
             if self.steps[index] >= step:
                 before, after = self.steps[index - 1], self.steps[index]
@@ -60,7 +60,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class Duel:
-    """Two learners, and when each came to the least loss that both came to."""
+    """Two learners, and when each reached the lowest loss that both reached."""
 
     storm: Learner
     peer: Learner
@@ -106,7 +106,7 @@ def tokens_per_s(learner: Learner, conditions: dict[str, Any]) -> float:
 
 
 def duels_of(learners: Sequence[Learner]) -> list[Duel]:
-    """Compares the first of ours with every peer, the fastest peer first."""
+    """Compares the first storm backend with every peer, the fastest peer first."""
     ours = next((each for each in learners if not each.tcp), None)
     if ours is None:
         return []
@@ -115,25 +115,25 @@ def duels_of(learners: Sequence[Learner]) -> list[Duel]:
 
 
 def race_verdict(conditions: dict[str, Any], learners: Sequence[Learner]) -> tuple[str, str]:
-    """Says in plain words who came first, and a tone. It says so as well if that is the peer."""
+    """Returns the verdict, which training reached the loss first, and a tone."""
     ours = next((each for each in learners if not each.tcp), None)
     peers = [each for each in learners if each.tcp]
     if ours is None or not peers:
         return "Nothing to compare: a race needs stormtorch and a backend over TCP.", "plain"
     lost = requested_loss_text(conditions)
     if not ours.trained:
-        return f"stormtorch made no step at {lost}: the run ended too early to say anything.", "bad"
+        return f"stormtorch made no step at {lost}: the run ended too early to compare.", "bad"
     duels = duels_of(learners)
     if not duels:
         waited = seconds(float(conditions["patience_s"]))
         who = listed([each.label for each in peers])
         if any(each.gave_up for each in peers):
             return f"At {lost} stormtorch trained, and {who} did not complete one step within {waited}.", "good"
-        return f"stormtorch made {ours.steps[-1]} steps at {lost}; {who} had not had its turn yet.", "plain"
+        return f"stormtorch made {ours.steps[-1]} steps at {lost}; {who} had not been measured yet.", "plain"
     sentence, tone = _first_duel(duels[0], conditions)
     for duel in duels[1:]:
-        sentence += f" {duel.peer.label} took {seconds(duel.peer_s)} to come to {duel.target:.2f}"
-        sentence += f"; stormtorch was there after {seconds(duel.storm_s)} ({times(duel.ratio)})."
+        sentence += f" {duel.peer.label} took {seconds(duel.peer_s)} to reach {duel.target:.2f}"
+        sentence += f"; stormtorch took {seconds(duel.storm_s)} ({times(duel.ratio)})."
     stuck = [each.label for each in peers if not each.trained and each.gave_up]
     if stuck:
         sentence += f" {listed(stuck)} did not complete one step within {seconds(float(conditions['patience_s']))}."
@@ -163,7 +163,7 @@ def race_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
     conditions = files[0][1]["conditions"]
     verdict, tone = race_verdict(conditions, learners)
     return Page(
-        title="Who learns first",
+        title="Time to the same loss",
         subtitle=subtitle(conditions, files[0][1]["results"]),
         verdict=verdict,
         tone=tone,
@@ -174,7 +174,7 @@ def race_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
 
 
 def subtitle(conditions: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
-    """What was trained, and where."""
+    """Describes the model and the network."""
     params = max((int(each["params"]) for each in results), default=0)
     size = f" of {params / 1e6:.2g} M parameters" if params else ""
     return f"A language model{size} on {ranks_of(conditions)} ranks, {where_text(conditions)}"
@@ -183,7 +183,7 @@ def subtitle(conditions: dict[str, Any], results: Sequence[dict[str, Any]]) -> s
 def race_facts(conditions: dict[str, Any], learners: Sequence[Learner]) -> list[Fact]:
     """The figures in large print."""
     facts = []
-    # Where faults strike ours alone, there is no race to the same loss: only speeds say something.
+    # If only stormtorch has losses, times to the same loss are not comparable, only speeds.
     fair = not conditions.get("faults")
     for duel in duels_of(learners)[:1] if fair else ():
         colour = "blue" if duel.ratio > _SAME else "vermilion" if duel.ratio < 1 / _SAME else "ink"
@@ -233,7 +233,7 @@ def race_sections(conditions: dict[str, Any], learners: Sequence[Learner]) -> li
             if each.trained
         ],
         marks=marks,
-        note="Lower is better. The clock is that of the slowest rank; evaluations are not on it.",
+        note="Lower is better. The clock is that of the slowest rank, and stops for evaluations.",
     )
     by_step = LineChart(
         title="Validation loss against steps",
@@ -253,29 +253,29 @@ def race_sections(conditions: dict[str, Any], learners: Sequence[Learner]) -> li
             f"{tokens_per_s(each, conditions):,.0f}" if each.trained else "-",
             f"{each.losses[-1]:.3f}",
             percent(each.arrived) if each.trained else "-",
-            "given up" if each.gave_up else "",
+            "aborted" if each.gave_up else "",
         )
         for each in learners
     ]
     table = Table(
-        title="What each came to",
+        title="Final results",
         headings=("", "steps", "tokens per second", "last loss", "chunks arrived", ""),
         rows=[*rows],
     )
     return [
         Section(heading="The race", text=order_text(conditions), parts=[by_second, table]),
-        Section(heading="What the loss costs", text=same_steps(learners), parts=[by_step]),
+        Section(heading="Cost of packet loss", text=same_steps(learners), parts=[by_step]),
     ]
 
 
 def order_text(conditions: dict[str, Any]) -> str:
-    """How the contenders shared the machine."""
-    order = conditions.get("order") or "one after the other, each in processes of its own"
+    """Describes how the backends shared the machine."""
+    order = conditions.get("order") or "one after the other, each in its own processes"
     return f"Same weights, same batches, same cores. Order: {order}."
 
 
 def same_steps(learners: Sequence[Learner]) -> str:
-    """Compares losses after as many steps as the peer made, where the only difference is what was lost."""
+    """Compares losses after as many steps as the peer made, which differ only by packet loss."""
     ours = next((each for each in learners if not each.tcp and each.trained), None)
     peers = [each for each in learners if each.tcp and each.trained]
     if ours is None or not peers:
@@ -285,7 +285,7 @@ def same_steps(learners: Sequence[Learner]) -> str:
     own, other = ours.loss_at(step), peer.loss_at(step)
     return (
         f"After the same {step} steps, {peer.label}, which loses nothing, had a loss of {other:.3f}; "
-        f"stormtorch, of whose chunks {percent(ours.arrived)} arrived, had {own:.3f} ({own - other:+.3f})."
+        f"stormtorch, with {percent(ours.arrived)} of its chunks received, had {own:.3f} ({own - other:+.3f})."
     )
 
 

@@ -1,4 +1,4 @@
-"""Sentences that several pages share: networks, machines, lists, ratios."""
+"""Text shared by several pages: networks, machines, lists, ratios."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _NAMES = {
 
 
 def called(backend: str) -> str:
-    """Name of a training backend for people."""
+    """Display name of a training backend."""
     return _NAMES.get(backend, backend)
 
 
@@ -39,7 +39,7 @@ def where_text(conditions: dict[str, Any]) -> str:
 
 
 def requested_loss_text(conditions: dict[str, Any]) -> str:
-    """Loss that was asked for: "10 % loss", "10 % loss in bursts of 5 ms"."""
+    """Requested loss: "10 % loss", "10 % loss in bursts of 5 ms"."""
     requested = conditions.get("requested")
     if not isinstance(requested, dict):
         return f"{percent(conditions.get('faults') or 0.0)} loss"
@@ -61,7 +61,7 @@ def times(ratio: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Seconds as one reads them in a sentence: "0.8 s", "14 s", "2 min 5 s"."""
+    """Seconds in a sentence: "0.8 s", "14 s", "2 min 5 s"."""
     if value < 0.0995:
         return f"{1000 * value:.3g} ms"
     if value < 9.95:
@@ -78,7 +78,7 @@ def listed(words: list[str]) -> str:
 
 
 def machine_rows(conditions: dict[str, Any]) -> list[tuple[str, str]]:
-    """Machine, versions, commit and date, as far as they are there."""
+    """Machine, versions, commit and date, if recorded."""
     machine, versions = conditions.get("machine") or {}, conditions.get("versions") or {}
     rows = [
         ("machine", f"{machine.get('cpu')}, {machine.get('cores_usable')} cores, Linux {machine.get('kernel')}")

@@ -68,7 +68,7 @@ def trainings_of(files: Sequence[tuple[str, dict[str, Any]]]) -> list[TrainingRu
 
 
 def cost_sentence(trainings: Sequence[TrainingRuns], lost: float, steps: int) -> tuple[str, str]:
-    """Says what the loss cost, and a tone."""
+    """Returns the verdict, the cost of packet loss, and a tone."""
     base = next((each for each in trainings if each.policy == "lossless"), None)
     others = [each for each in trainings if each is not base and each.scores()]
     what = "perplexity" if trainings[0].language else "accuracy"
@@ -103,7 +103,7 @@ def training_page(files: Sequence[tuple[str, dict[str, Any]]]) -> Page:
     verdict, tone = cost_sentence(trainings, lost, steps)
     name = (settings.get("data") or {}).get("name", "")
     return Page(
-        title="What loss costs" if len(files) == 1 else "What loss costs, side by side",
+        title="Cost of packet loss" if len(files) == 1 else "Cost of packet loss, compared",
         subtitle=f"{settings.get('params', 0) / 1e6:.2g} M parameters learn {name} on {who}, {percent(lost)} loss",
         verdict=verdict,
         tone=tone,
@@ -153,7 +153,7 @@ def training_sections(trainings: Sequence[TrainingRuns]) -> list[Section]:
                 y_label="nats above lossless",
                 series=[each for each in series if each is not None],
                 marks=[Mark(y=0.0, text="lossless")],
-                note="The curves below hide each other; this is what they differ by. Bands reach over the seeds.",
+                note="The differences of the curves below, which overlap. Bands show the range over the seeds.",
             )
         )
     parts.append(
@@ -162,7 +162,7 @@ def training_sections(trainings: Sequence[TrainingRuns]) -> list[Section]:
             x_label="steps",
             y_label="validation loss",
             series=[_band(each, colours[each.name], 0) for each in trainings if each.ended],
-            note="Bands reach from the best to the worst seed.",
+            note="Bands show the range from the best to the worst seed.",
         )
     )
     drifts = [each for each in trainings if each.runs[0].get("drift_curve")]
@@ -186,7 +186,7 @@ def training_sections(trainings: Sequence[TrainingRuns]) -> list[Section]:
         headings=("", score, "validation loss", "chunks arrived", "drift", "a step", "seeds"),
         rows=[*rows],
     )
-    return [Section(heading="What the loss costs", parts=[*parts, table])]
+    return [Section(heading="Cost of packet loss", parts=[*parts, table])]
 
 
 def _facts(trainings: Sequence[TrainingRuns], lost: float) -> list[Fact]:
@@ -217,7 +217,7 @@ def _band(training: TrainingRuns, colour: str, first: int) -> Series:
 
 
 def _above(training: TrainingRuns, base: TrainingRuns, colour: str) -> Series | None:
-    """Differences from lossless, seed by seed: the curves themselves are too steep to show them."""
+    """Differences from lossless, seed by seed, which the steep curves themselves do not show."""
     before = {run["seed"]: {row[0]: float(row[2]) for row in run["val_curve"]} for run in base.ended}
     runs = [run for run in training.ended if run["seed"] in before]
     if not runs:
@@ -245,7 +245,7 @@ def _drift_chart(trainings: Sequence[TrainingRuns], colours: dict[str, str]) -> 
             x, y = [step for step, _ in curve], [float(value) for _, value in curve]
             series.append(Series(name=each.name, colour=colours[each.name], x=x, y=[*y]))
     return LineChart(
-        title="How far two replicas are apart",
+        title="Drift of two replicas",
         x_label="steps",
         y_label="mean squared difference",
         series=series,

@@ -1,8 +1,8 @@
-"""Simulates any number of workers in one process, to see what loss does to a model before it trains on a real network.
+"""Simulates any number of workers in one process: how packet loss affects a model's training, without a network.
 
     report = simulate(model, loss, batches, optimizer, workers=64, steps=300, network=Bernoulli(p=0.1))
 
-Every virtual worker computes gradients on its own stale replica. The policies' own arithmetic does the rest.
+Every virtual worker computes gradients on its own stale replica. The policies run the same code as on real ranks.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ __all__ = ["ProgressPoint", "Simulated", "simulate"]
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes seconds to import, and `stormtorch simulate --help` needs none of it.
+    # Lazy: torch takes seconds to import, and `stormtorch simulate --help` does not need it.
     if name in __all__:
         from stormtorch_lab.simulation import run
 

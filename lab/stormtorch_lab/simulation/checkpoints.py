@@ -1,4 +1,4 @@
-"""Checkpoints of simulations, saved regularly and at Ctrl-C: another process continues from them bit for bit."""
+"""Checkpoints of simulations, saved regularly and at Ctrl-C: another process resumes from them bit-identically."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _log = logging.getLogger("stormtorch")
 class Checkpoint:
     """The checkpoint file of one simulation, or of one process's part of it.
 
-    Within its context, Ctrl-C waits for the end of the step, as no process can continue from the middle of one. A
-    second Ctrl-C does not wait, and leaves the last checkpoint as it is. So does a disk that is full: the simulation
-    goes on, says so, and tries again when the next checkpoint is due.
+    Within its context, Ctrl-C waits for the end of the step, as a simulation cannot resume in the middle of one. A
+    second Ctrl-C does not wait, and leaves the last checkpoint as it is. A full disk also leaves it: the
+    simulation warns, goes on, and tries again when the next checkpoint is due.
 
     Args:
         path: The file. Each of several processes appends its rank to the name.
         every_s: Seconds between two checkpoints.
-        identity: Properties of the simulation that must be the same to continue from a checkpoint.
+        identity: Properties of the simulation that must match those of a checkpoint to resume.
         processes: The processes that simulate together.
     """
 
@@ -50,7 +50,7 @@ class Checkpoint:
         self._handler: Any = None
 
     def __enter__(self) -> Checkpoint:
-        # Only the main thread gets signals; other threads have nothing to hold back.
+        # Only the main thread receives signals.
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
@@ -62,13 +62,13 @@ class Checkpoint:
             signal.signal(signal.SIGINT, self._handler)
 
     def _on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        # torchrun passes on a Ctrl-C that its processes have got already, so a second one means nothing there.
+        # torchrun forwards a Ctrl-C that its processes already received, so a second one is no request to stop now.
         if self._interrupted and not self._processes.on:
             raise KeyboardInterrupt
         self._interrupted = True
 
     def interrupt(self) -> None:
-        """Acts as Ctrl-C does: the next `tick` saves the state and ends the simulation."""
+        """Requests the same as Ctrl-C: the next `tick` saves the state and ends the simulation."""
         self._interrupted = True
 
     def resume(self, training: Workers, found: Simulated) -> int:
@@ -82,7 +82,7 @@ class Checkpoint:
         if least != most:
             raise ValueError(
                 f"checkpoint {self._path} is after {done} steps, those of other processes after {least} to {most}; "
-                "remove them to begin anew"
+                "remove them to start over"
             )
         return done
 
@@ -90,7 +90,7 @@ class Checkpoint:
         """Saves the state if it is time to; called after every step. All processes save after the same step.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was held back, and the state is saved now.
+            KeyboardInterrupt: Ctrl-C was pressed since the last call; the state is saved.
         """
         due = time.monotonic() - self._saved_at >= self._every_s and not last
         wanted = self._processes.all_reduce_max(2 if self._interrupted else int(due))
@@ -119,13 +119,13 @@ class Checkpoint:
             _write(state, beside)
         except OSError as error:
             problem = error
-        # States of different steps would be of no use: all processes replace theirs, or none.
+        # States of different steps are useless: all processes replace theirs, or none.
         if not self._processes.all_reduce_max(int(problem is not None)):
             os.replace(beside, self._path)
             return
         beside.unlink(missing_ok=True)
         if problem is not None:
-            kept = "the one before it stays" if self._path.exists() else "there is none yet"
+            kept = "the previous one is kept" if self._path.exists() else "there is none yet"
             _log.warning("cannot write checkpoint %s: %s; %s", self._path, problem.strerror or problem, kept)
 
     def _load(self, training: Workers, found: Simulated) -> int:
@@ -135,12 +135,12 @@ class Checkpoint:
             state = torch.load(path, map_location="cpu", weights_only=True)
             known = dict(state["identity"])
         except Exception as error:
-            raise ValueError(f"checkpoint {path} cannot be read, remove it to begin anew: {error}") from error
+            raise ValueError(f"checkpoint {path} cannot be read, remove it to start over: {error}") from error
         for name, value in self._identity.items():
             if known.get(name) != value:
                 raise ValueError(
-                    f"checkpoint {path} is of another simulation: its {name} is {known.get(name)!r}, not {value!r}; "
-                    "remove it to begin anew"
+                    f"checkpoint {path} belongs to another simulation: its {name} is {known.get(name)!r}, "
+                    f"not {value!r}; remove it to start over"
                 )
         training.load_state_dict(state["training"])
         _restore_random(state["random"])
@@ -156,7 +156,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield beside
         with beside.open("rb") as file:
-            os.fsync(file.fileno())  # some file systems tell only now that there is no room
+            os.fsync(file.fileno())  # some file systems report a full disk only here
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
@@ -168,10 +168,10 @@ def _beside(path: Path) -> Path:
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    """Writes a file that is on the disk when this returns.
+    """Writes a file and syncs it to disk.
 
     Raises:
-        OSError: It cannot be written, as on a full disk, of which torch itself says that a position is unexpected.
+        OSError: The file cannot be written. torch reports a full disk as an unexpected position instead.
     """
     with path.open("wb") as file:
         try:
@@ -185,7 +185,7 @@ def _write(state: dict[str, Any], path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Converts NumPy's numbers, which a learning rate or a loss may be, to what `torch.load` takes for plain data."""
+    """Converts NumPy numbers, such as a learning rate or a loss, to plain data that `torch.load` accepts."""
     return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
 
 
@@ -201,7 +201,7 @@ def _restore_random(states: list[torch.Tensor]) -> None:
 
 
 def digest(network: LossModel) -> str:
-    """Returns a short text that identifies a network, however many links it has."""
+    """Returns a short text that identifies a network, even with many links."""
     reached = in_time(network)
     found = hashlib.sha256()
     if isinstance(network, Stragglers):

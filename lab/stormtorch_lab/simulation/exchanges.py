@@ -1,4 +1,4 @@
-"""Exchanges of virtual workers: what arrives in each, with repair or parity, and how many bytes they took."""
+"""Exchanges of virtual workers: received chunks under loss, retransmission or parity, and the bytes sent."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from stormtorch_lab.simulation.setting import Setting
 
 
 class Exchanges:
-    """Draws what arrives in all exchanges of a training.
+    """Draws the arrivals of all exchanges of a training.
 
     Args:
         setting: Setting of the simulation.
-        policy: The user's policy: messages have room for the most parity that it may want.
-        owner_C: Owners of the chunks that travel; None is those of the whole model.
-        seed: Tells apart several exchanges of one training.
+        policy: The user's policy: messages have space for its largest parity.
+        owner_C: Owners of the exchanged chunks; None takes those of the whole model.
+        seed: Distinguishes several exchanges of one training.
     """
 
     def __init__(self, setting: Setting, policy: Policy, owner_C: Tensor | None = None, seed: int = 0) -> None:
@@ -53,7 +53,7 @@ class Exchanges:
             for loss in range(101)
         )
         if most and isinstance(setting.network, SlowBackward):
-            # Parity mixes chunks, of which some would not have been computed.
+            # Parity combines chunks, some of which would not be computed.
             raise BadSetting("redundancy", "must be 0 over a SlowBackward")
         if most:
             self._masks = CodedMasks(setting.network, n, owner_C, seed, device, most)
@@ -69,15 +69,15 @@ class Exchanges:
     ) -> Tensor:
         """Returns which chunks (W, C) have arrived at the end of a stage, and counts its bytes.
 
-        Chunks, their parity and what is sent again to meet a budget count, as the mean over workers. Of an exact stage
-        every chunk counts once: what it sends again is not drawn.
+        Bytes include parity and the retransmissions that a budget needs, as the mean over workers. In an exact stage
+        every chunk counts once: its retransmissions are not drawn.
 
         Args:
             policy: Policy of the step.
             row: Row of the step.
-            up: Whether chunks go to their owners; otherwise they come from them.
+            up: Whether chunks are sent to their owners; otherwise by them.
             owner_C: Owner of each chunk in this exchange only.
-            exact: Whether the stage is exact, whatever the policy says.
+            exact: Whether the stage is exact, regardless of the policy.
         """
         setting, senders = self._setting, self._senders
         reliability = EXACT if exact else policy.up if up else policy.down
@@ -104,7 +104,7 @@ class Exchanges:
         return arrived_WC
 
     def draw_pairs(self, policy: Policy, row: LedgerRow, partner_W: list[int]) -> Tensor:
-        """Returns which chunks (W, C) of its partner have reached each worker; none where it has no partner.
+        """Returns which chunks (W, C) each worker received from its partner; none without a partner.
 
         All chunks must have one owner, so that a link carries a whole model.
         """
@@ -114,7 +114,7 @@ class Exchanges:
             if partner != worker:
                 row.bytes_sent += round(self._chunks * setting.datagram_bytes / setting.workers)
                 source_C = torch.full((self._chunks,), partner)
-                # Drawn for all workers, of whom one listens: what the others ask for again is not sent.
+                # Drawn for all workers, but only one receives: retransmissions to the others are not sent.
                 from_partner_WC = arrived(self._masks, policy.up, up=False, owner_C=source_C).arrived_WC
                 arrived_WC[worker] = from_partner_WC[worker]
         return arrived_WC
@@ -125,7 +125,7 @@ class Exchanges:
         return None if self._senders is None or stage.budget < 1.0 else self._senders.changed(policy, stage, up=up)
 
     def first_pass_down(self, policy: Policy) -> Tensor:
-        """Draws what a broadcast that is repaired would lose otherwise."""
+        """Draws the losses that a repaired broadcast would have had."""
         if self._senders is None or not isinstance(self._masks, CodedMasks):
             return self._masks.down()
         return self._masks.down(redundancy_W=self._senders.redundancy(policy, policy.down))
@@ -154,32 +154,34 @@ class Exchanges:
 
 
 def _apply_deadline(masks: Masks | CodedMasks, policy: Policy, row: LedgerRow) -> None:
-    """Lets slow workers have until the deadline of a step, if the policy has one.
+    """Sets the deadline of slow workers for a step, if the policy has one.
 
     Raises:
-        BadSetting: The policy would have gradients sent again that were not computed.
+        BadSetting: The policy would retransmit gradients that were not computed.
     """
     if isinstance(masks, CodedMasks) or not isinstance(policy, OwnerPolicy):
         return
     masks.deadline_s = row.deadline_s = None if policy.deadline is None else seconds_of(policy, row.step)
     if masks.deadline_s is not None and policy.up.budget < 1.0:
-        raise BadSetting("gradients", "must have a budget of 1: what was not computed in time cannot be sent again")
+        raise BadSetting(
+            "gradients", "must have a budget of 1: gradients that were not computed in time cannot be retransmitted"
+        )
 
 
 def seconds_of(policy: OwnerPolicy, step: int) -> float | None:
     """Returns the deadline of a step in seconds; None waits for all workers.
 
     Raises:
-        BadSetting: The policy would learn its deadlines, for which virtual workers have no clock.
+        BadSetting: The policy learns its deadlines, but virtual workers have no clock.
     """
     deadline = policy.deadline_at(step)
     if deadline == "auto":
-        raise BadSetting("deadline", "must be None or in seconds in a simulation: virtual workers compute in no time")
+        raise BadSetting("deadline", "must be None or in seconds in a simulation: virtual workers have no clock")
     return deadline
 
 
 def _cells_per_chunk(setting: Setting, policy: Policy) -> tuple[int, int]:
-    """How many of the simulation's chunks travel in one datagram, up and down: more than one only in sparse codes."""
+    """Number of the simulation's chunks per datagram, up and down: more than one only in sparse codes."""
     codes = policy.codes if isinstance(policy, RankPolicy) else None
     if codes is None:
         return 1, 1
@@ -188,7 +190,7 @@ def _cells_per_chunk(setting: Setting, policy: Policy) -> tuple[int, int]:
 
 
 def _grouped(owner_C: Tensor, cells: int) -> tuple[Tensor, Tensor]:
-    """Puts neighbouring chunks of an owner into datagrams: the owner of each, and the datagram of each chunk."""
+    """Packs neighbouring chunks of an owner into datagrams; returns owners of datagrams, and datagrams of chunks."""
     counts = torch.bincount(owner_C)
     each = -(-counts // cells)
     firsts, datagram_offsets = counts.cumsum(0) - counts, each.cumsum(0) - each
@@ -197,11 +199,11 @@ def _grouped(owner_C: Tensor, cells: int) -> tuple[Tensor, Tensor]:
 
 
 class Senders:
-    """Decides how much parity each worker sends, from what was lost of its datagrams.
+    """Chooses how much parity each worker sends, from the measured loss of its datagrams.
 
     Args:
         chunks: Data chunks of the largest message.
-        narrower: Bytes of float32 over those of the wire.
+        narrower: Bytes of float32 divided by those of the wire.
         workers: Number of workers, W.
     """
 
@@ -219,7 +221,7 @@ class Senders:
         return [policy.redundancy_of(stage, loss, self._chunks, self._narrower) for loss in losses]
 
     def changed(self, policy: Policy, stage: Reliability, *, up: bool) -> list[tuple[float, float]] | None:
-        """Returns the factor by which the redundancy to come changes each worker's loss, and its loss without any."""
+        """Returns the factor by which the next redundancy changes each worker's loss, and its loss without any."""
         losses, before, now = self._loss_W.value.tolist(), self._last[up], self.redundancy(policy, stage)
         if before == now:
             return None
@@ -235,7 +237,7 @@ class Senders:
         self._latest.append((counts.lost_W.cpu(), counts.sent_W.cpu()))
 
     def end_step(self) -> None:
-        """Learns from the exchanges of the step before: reports of an exchange travel with the next."""
+        """Applies the reports of the previous step's exchanges: they are sent with the next exchange."""
         if self._reported:
             lost_W, sent_W = (sum(each, torch.zeros(())) for each in zip(*self._reported, strict=True))
             self._loss_W.add(lost_W, sent_W)

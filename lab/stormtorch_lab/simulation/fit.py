@@ -1,4 +1,4 @@
-"""Finds how many workers fit into memory at a time, by computing one and measuring what that takes."""
+"""Finds how many workers fit into memory at a time, from the measured memory of one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 from stormtorch_lab.simulation.setting import Setting
 
-# On a CPU, more replicas at a time only compete for caches, and for memory that everything else shares.
+# On a CPU, more replicas at a time only compete for caches and memory.
 _CPU_BYTES = 1 << 30
 _CPU_MOST = 16
 # Fraction of the GPU's free memory to use; the rest is for versions, recorded graphs, and fragmentation.

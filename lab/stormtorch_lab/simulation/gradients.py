@@ -32,7 +32,7 @@ _TOLERANCE = 0.02
 
 
 def trained(model: nn.Module, personal: frozenset[str]) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Returns the trained parameters by name: those that travel, and the personal ones."""
+    """Returns the trained parameters by name: the exchanged and the personal ones."""
     found = {name: each for name, each in model.named_parameters() if each.requires_grad}
     shared = {name: each for name, each in found.items() if name not in personal}
     return shared, {name: each for name, each in found.items() if name in personal}
@@ -60,10 +60,10 @@ class Gradients:
     """Computes losses and gradients of a few replicas at a time.
 
     Args:
-        model: The model; all replicas share a copy of it, with parameters of their own.
+        model: The model; all replicas share a copy of it, with their own parameters.
         loss: Computes the loss of one worker's batch.
-        chunks: Places of parameters in a replica.
-        workers: Number of workers of this process; each has buffers and personal parameters of its own.
+        chunks: Layout of parameters in a replica.
+        workers: Number of workers of this process; each has its own buffers and personal parameters.
         at_once: Number of replicas that one call computes.
         device: Device of the replicas.
         how: "batched" computes replicas at once by `torch.func.vmap`, "loop" one by one. "auto" is "batched" on a GPU,
@@ -98,7 +98,7 @@ class Gradients:
         self._capture = capture and device.type == "cuda"
         self._personal_names = personal
         shared, own = trained(model, personal)
-        # In the order of the vectors: first what travels, then what is personal.
+        # In the order of the vectors: first exchanged, then personal parameters.
         self._names = [f"model.{name}" for name in (*shared, *own)]
         self._parameters = [self._body.get_parameter(name) for name in self._names]
         self.personal = Personal(list(own.values()), workers, device)
@@ -130,7 +130,7 @@ class Gradients:
 
     @property
     def used(self) -> torch.Tensor:
-        """Whether each loss depended on each parameter that travels; otherwise it has no gradient, not even zero."""
+        """Whether each loss depended on each exchanged parameter; otherwise it has no gradient, not even zero."""
         return self._used[:, : len(self._chunks.shapes)]
 
     def compute(self, batch: Any, first: int, count: int) -> torch.Tensor:
@@ -271,7 +271,7 @@ class Gradients:
         return torch.stack(losses)
 
     def _views(self, shared: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of all trained parameters: of those that travel, and of the personal ones."""
+        """Returns views of all trained parameters: exchanged and personal."""
         return self._chunks.views(shared) + self.personal.chunks.views(own)
 
     def _recording_use(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -286,7 +286,7 @@ class Gradients:
         return note
 
     def _find_out(self, batch: Any, count: int) -> How:
-        """Finds out whether "batched" works and gives the same as "loop"."""
+        """Tests whether "batched" works and gives the same results as "loop"."""
         before = {name: each.clone() for name, each in self._buffers.items()}
 
         def again(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Measures the loss of every link, as owners report it, for policies that weigh what they send by it."""
+"""Measures the loss of every link from the owners' reports, for policies that weigh contributions by it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stormtorch.policies.convergence_guard import LossMeter
 
 
 class LinkLosses:
-    """Measures how much of each worker's chunks each owner loses.
+    """Measures the loss of each worker's chunks at each owner.
 
     Args:
         workers: Number of workers; 0 if the policy does not weigh, as memory grows with its square.
@@ -33,14 +33,14 @@ class LinkLosses:
         loss_WN, workers = self._loss_WN.value, len(chunks_W)
         missing_WN = torch.zeros(workers, workers, device=self._device)
         missing_WN.index_add_(1, owner_C, lost_WC.float())
-        # Counts are one exchange late: owners report a loss while the next gradients are already on their way.
+        # Counts are one exchange late: owners report losses while the next gradients are in flight.
         if self._reported_WN is not None:
             self._loss_WN.add(self._reported_WN, chunks_W.float().expand(workers, workers))
         self._reported_WN = missing_WN
         return loss_WN[:, owner_C]
 
     def translate(self, changed_W: list[tuple[float, float]]) -> None:
-        """Makes what was counted tell of messages with another redundancy; see `LossMeter.translate`.
+        """Converts the counts to messages with another redundancy; see `LossMeter.translate`.
 
         Args:
             changed_W: Factor and bound of each worker.
@@ -48,7 +48,7 @@ class LinkLosses:
         factor_W1, most_W1 = torch.tensor(changed_W, device=self._device).T.unsqueeze(-1)
         self._loss_WN.translate(factor_W1, most_W1)
         if self._reported_WN is not None:
-            self._reported_WN = self._reported_WN * factor_W1  # told late: counted with the redundancy so far
+            self._reported_WN = self._reported_WN * factor_W1  # reported late: counted with the redundancy so far
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""

@@ -31,7 +31,7 @@ class Simulated:
     """Mean squared difference per parameter between two replicas after the last step."""
     ledger: Ledger = field(default_factory=Ledger)
     """Record of all steps. Its links are sums over receivers: `gradients` has the fraction of each worker's chunks that
-    arrived at the owners, `broadcast` the fraction of each owner's that arrived at the workers."""
+    reached the owners, `broadcast` the fraction of each owner's chunks that reached the workers."""
     how: str = ""
     """Whether workers were computed "batched" or in a "loop"."""
     at_once: int = 0

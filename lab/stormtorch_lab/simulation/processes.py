@@ -1,4 +1,4 @@
-"""Divides virtual workers among the processes of torchrun: each computes some, and all add up their results."""
+"""Divides virtual workers among the processes of torchrun; all-reduces their results."""
 
 import os
 from typing import TypeVar
@@ -12,14 +12,14 @@ T = TypeVar("T")
 class Processes:
     """The processes that simulate together; a single one unless several were launched.
 
-    Every process draws the same losses and runs the same optimizer, so only sums have to travel.
+    Every process draws the same losses and runs the same optimizer, so only sums are communicated.
     """
 
     def __init__(self) -> None:
         self.on = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.on else 0
         self.world = dist.get_world_size() if self.on else 1
-        # NCCL takes only tensors on a GPU.
+        # NCCL accepts only tensors on a GPU.
         self._only_gpu = self.on and dist.get_backend() == "nccl"
 
     def part(self, workers: int) -> tuple[int, int]:
@@ -67,7 +67,7 @@ def launched() -> bool:
 
 
 def join(device: torch.device) -> None:
-    """Meets the other processes, if there are any; each takes a GPU of its own where there are enough."""
+    """Joins the process group, if there are several processes; each uses its own GPU if there are enough."""
     if not launched() or dist.is_initialized():
         return
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
@@ -79,7 +79,7 @@ def join(device: torch.device) -> None:
 
 
 def leave() -> None:
-    """Leaves the group of processes that `join` has entered; the last call of a process."""
+    """Leaves the process group that `join` entered; the last call of a process."""
     if launched() and dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Exchanges of virtual workers under a `RankPolicy`: what they send, what owners make of it, what workers accept.
+"""Exchanges of virtual workers under a `RankPolicy`: send, combine at the owners, accept at the workers.
 
 W workers, C chunks, E elements.
 """
@@ -22,7 +22,7 @@ from stormtorch_lab.simulation.setting import Setting
 
 @dataclass
 class Round:
-    """An exchange that has begun: its results are on their way."""
+    """An exchange in flight."""
 
     number: int
     row: LedgerRow
@@ -31,11 +31,11 @@ class Round:
     down_WC: torch.Tensor
     """Whether each chunk arrives at each worker."""
     results: torch.Tensor
-    """What owners send, (C, E); what partners send, (W, C, E), where workers meet in pairs."""
+    """Values sent by owners, (C, E), or by partners, (W, C, E), if workers exchange in pairs."""
     takes_W: torch.Tensor
     """Whether each worker takes part."""
     steps_W: torch.Tensor
-    """Optimizer steps of each worker since it last took part in an exchange of this fragment."""
+    """Optimizer steps of each worker since its last exchange of this fragment."""
 
 
 class Fragment:
@@ -51,7 +51,7 @@ class Fragment:
         count, n = setting.chunks.count, setting.workers
         bounds = [count - local_index * count // policy.fragments for local_index in (number, number + 1)]
         self.chunks = slice(bounds[1], bounds[0])
-        """Place of its chunks in the model."""
+        """Slice of its chunks in the model."""
         self.count = bounds[0] - bounds[1]
         if policy.fragments == 1:
             self.owner_C = setting.chunks.owner_C
@@ -62,7 +62,7 @@ class Fragment:
         self.exchanges = Exchanges(setting, policy, self.owner_C, seed=number)
         self.losses = LinkLosses(n if policy.weighs else 0, setting.device)
         self.since_W = torch.zeros(n, dtype=torch.int64)
-        """Optimizer steps of each worker since it last took part."""
+        """Optimizer steps of each worker since its last exchange."""
 
 
 class RankRounds:
@@ -121,7 +121,7 @@ class RankRounds:
 
         Args:
             policy: Policy of the step.
-            vectors_WCE: What this process's workers have: parameters or gradients.
+            vectors_WCE: Parameters or gradients of this process's workers.
             row: Row of the exchange.
             ends: Number of optimizer steps after which workers accept the results.
         """
@@ -238,7 +238,7 @@ class RankRounds:
         self, row: LedgerRow, up_WC: torch.Tensor, down_WC: torch.Tensor, fragment: Fragment, *, meets: bool = False
     ) -> None:
         n = self._setting.workers
-        # Fractions of what travels: a worker's own chunks do not.
+        # Fractions of the sent chunks: a worker's own chunks are not sent.
         own_W = torch.zeros(n, dtype=torch.int64) if meets else torch.bincount(fragment.owner_C, minlength=n)
         others_W = (fragment.count - own_W).clamp(min=1)
         row.gradients, row.broadcast = (
@@ -252,7 +252,7 @@ class RankRounds:
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def end(self, policy: RankPolicy, vectors_WCE: torch.Tensor, round_: Round) -> None:
-        """Has workers accept what has arrived of an exchange's results."""
+        """Applies the received results of an exchange at the workers."""
         setting = self._setting
         fragment = self._fragments[round_.number % len(self._fragments)]
         accepts = overrides(policy, "accept")
@@ -263,9 +263,9 @@ class RankRounds:
             own_CE = all_CE[fragment.chunks]
             arrived_C1 = round_.down_WC[worker].unsqueeze(-1)
             received_CE = round_.results[worker - self.first] if policy.exchanges_in_pairs else round_.results
-            if accepts:  # a policy of its own gets a copy, in which what was lost is no number: using it shows at once
+            if accepts:  # a user's `accept` gets a copy with NaN for lost values: wrong use fails visibly
                 received_CE = received_CE.masked_fill(~arrived_C1, torch.nan)
-            if keeps:  # what rounding took of this worker's own: a model that loses it each time would never move
+            if keeps:  # keep this worker's rounding error: a model that loses it each time would never move
                 received_CE = received_CE + (own_CE - own_CE.to(setting.wire))
             rank = self._rank(fragment, worker, round_.steps_W)
             rank.arrived = float(round_.down_WC[worker].float().mean())
@@ -301,7 +301,7 @@ class RankRounds:
 
 
 def weights(policy: RankPolicy, takes_W: torch.Tensor, steps_W: torch.Tensor) -> torch.Tensor:
-    """Returns how much each worker counts in a mean: by its steps, or alike; 0 if it takes no part."""
+    """Returns the weight of each worker in a mean: by its steps, or equal; 0 if it takes no part."""
     if not policy.by_steps or policy.sends == "gradients":
         return takes_W.float()
     most = max(int(steps_W.max()), 1)

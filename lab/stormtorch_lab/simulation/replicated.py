@@ -1,4 +1,4 @@
-"""Virtual workers under a `RankPolicy`: each has a model and an optimizer of its own."""
+"""Virtual workers under a `RankPolicy`: each has its own model and optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stormtorch_lab.simulation.rank_rounds import RankRounds, Round
 from stormtorch_lab.simulation.setting import MakeOptimizer, Setting
 from stormtorch_lab.simulation.workers import Evaluate, Workers, judge_each
 
-# Number of workers whose own models are judged where there is no common one.
+# Number of workers whose own models are evaluated if there is no common one.
 _JUDGED = 4
 
 
@@ -96,7 +96,7 @@ class Replicated(Workers):
         return losses, ended
 
     def _exchange(self, number: int) -> LedgerRow | None:
-        """Ends an exchange that is due, and begins the next. Returns the row of one that has ended."""
+        """Ends an exchange that is due, and begins the next. Returns the row of an ended one."""
         policy, rounds = self.policy, self._rounds
         ended: LedgerRow | None = None
         if self._under_way is None and self._steps >= policy.begins_at(rounds.number):
@@ -121,14 +121,14 @@ class Replicated(Workers):
         return self.setting.processes.all_reduce(torch.cat(losses).sum()) / self.setting.workers
 
     def _show_gradients(self, used_WP: torch.Tensor) -> None:
-        """Removes the gradients of parameters that a worker has not used, so that its optimizer leaves them alone."""
+        """Removes the gradients of parameters that a worker has not used, so that its optimizer skips them."""
         for worker, index in (used_WP != self._used_WP).nonzero().tolist():
             grad = self.setting.chunks.views(self._grads[worker])[index]
             self._own[worker][index].grad = grad if used_WP[worker, index] else None
         self._used_WP = used_WP
 
     def _clip(self) -> None:
-        """Clips what each worker applies by its own norm, as a worker knows no other."""
+        """Clips the gradients of each worker by its own norm."""
         if self.setting.clip is not None:
             norm_W = torch.linalg.vector_norm(self._grads, dim=(1, 2))
             self._grads.mul_((self.setting.clip / (norm_W + 1e-6)).clamp(max=1.0).view(-1, 1, 1))
@@ -144,9 +144,9 @@ class Replicated(Workers):
     # --- for the run --------------------------------------------------------------------------------------------------
 
     def judge(self, evaluate: Evaluate) -> tuple[float, float]:
-        """Judges the mean of all models, with the personal parts of each worker.
+        """Evaluates the mean of all models, with the personal parts of each worker.
 
-        Where models drift apart, returns the mean judgement of a few, or of all if they have personal parts.
+        If models diverge by design, returns the mean result of a few of them, or of all if they have personal parts.
         """
         setting = self.setting
         self._gradients.average_buffers_into(self.model, setting.processes)
@@ -155,7 +155,7 @@ class Replicated(Workers):
             self._load_parameters(setting.processes.all_reduce(self._models.sum(0)) / setting.workers)
         if common and not setting.personal:
             return evaluate(self.model)
-        # The same few models, however many processes there are.
+        # The same models for any number of processes.
         judged = setting.workers if setting.personal else min(_JUDGED, setting.workers)
         return judge_each(setting, self._judge_own, evaluate, judged)
 
@@ -213,6 +213,6 @@ class Replicated(Workers):
         self._steps = state["steps"]
 
     def _moved(self, round_: Round) -> Round:
-        """Brings what a checkpoint has of an exchange to this simulation's device."""
+        """Moves the state of an exchange from a checkpoint to this simulation's device."""
         device = self.setting.device
         return replace(round_, down_WC=round_.down_WC.to(device), results=round_.results.to(device))

@@ -43,13 +43,13 @@ DATAGRAM_BYTES = 1472
 """Size of an Ethernet datagram without IP and UDP headers. A datagram is lost as a whole."""
 
 Batches = Callable[[int, int, int], Any]
-"""Returns the stacked batches of a step, its first argument, for workers from the second to before the third."""
+"""`batches(step, first, last)` returns the stacked batches of workers first to last - 1."""
 
 
 def _alone(function: Callable[P, Simulated]) -> Callable[P, Simulated]:
-    """Makes the GPU that `device` names the current one during a call, and restores torch's precision of products.
+    """Makes `device` the current GPU during a call, and restores torch's matmul precision afterwards.
 
-    Otherwise, operations that name no GPU, such as recording, drawing and adding up, would use another one. With
+    Otherwise, operations that name no GPU, such as recording, drawing and summing, would use another one. With
     `deterministic`, it also has torch compute the same bits every time.
     """
 
@@ -97,7 +97,7 @@ def simulate(
     advance: Callable[[ProgressPoint], None] | None = None,
     reuse: Reuse | None = None,
 ) -> Simulated:
-    """Trains a model on virtual workers, each with a replica of its own, over a network that drops packets.
+    """Trains a model on virtual workers, each with its own replica, over a simulated network with packet loss.
 
     Args:
         model: Model with which all workers begin; trained parameters must be float32. It is not changed.
@@ -114,17 +114,17 @@ def simulate(
         rate: Returns the learning rate of each step; None leaves it to the optimizer.
         works: `works(step)` returns whether each worker makes an optimizer step, where a `RankPolicy` has workers of
             different speeds; None has all of them make every step.
-        personal: Modules and parameters of the model that never travel, as for `prepare`: each worker begins with the
-            model's, and trains its own by its own gradients, with optimizer state of its own.
+        personal: Modules and parameters of the model that are never exchanged, as for `prepare`: each worker begins
+            with the model's, and trains its own by its own gradients, with its own optimizer state.
         clip: Norm to which larger gradients are scaled down; None never does that. Those of personal parts are scaled
-            by a norm of their own.
-        evaluate: Judges a model with the owners' exact parameters, or with the mean of all models. With personal parts,
-            `evaluate(model, worker)` judges each worker's model in turn, which has the worker's own personal parts;
-            validations are the mean over all workers.
+            by their own norm.
+        evaluate: Evaluates a model with the owners' exact parameters, or with the mean of all models. With personal
+            parts, `evaluate(model, worker)` evaluates each worker's model in turn, with the worker's own personal
+            parts; validations are the mean over all workers.
         evaluate_every: Steps between two evaluations; None makes ten of them. The last step always has one.
         device: Device of all computation: "cpu" or "cuda".
         how: How gradients are computed: "batched" computes workers at once by `torch.func.vmap`, "loop" one by one,
-            "auto" finds out which works.
+            "auto" tests which works.
         at_once: Number of workers computed at a time; None takes as many as fit.
         precision: Number format in which matrices are multiplied.
         capture: Whether to record kernels once and replay them, on a GPU; needs a loss without data-dependent shapes.
@@ -140,7 +140,7 @@ def simulate(
     Processes of one torch.distributed group share the work; all must call this with the same arguments.
 
     Raises:
-        ValueError: A setting has no sensible value, the model, loss or batches are not as described, or the checkpoint
+        ValueError: A setting is invalid, the model, loss or batches are not as described, or the checkpoint
             belongs to another simulation.
         KeyboardInterrupt: Ctrl-C was pressed; with a checkpoint, the state is saved.
     """
@@ -253,15 +253,15 @@ def simulate(
 
 
 def _shared(model: nn.Module, personal: frozenset[str]) -> list[nn.Parameter]:
-    """Returns the trained parameters that travel."""
+    """Returns the trained parameters that are exchanged."""
     shared, own = trained(model, personal)
     if not shared:
         others = " that is not personal" if own else ""
-        raise ValueError(f"model must have a parameter with requires_grad{others}: there is nothing to learn")
+        raise ValueError(f"model must have a parameter with requires_grad{others}: there is nothing to train")
     for name, each in (shared | own).items():
         if each.dtype != torch.float32:
             raise ValueError(
-                f"model must learn float32 parameters, but {name} is {each.dtype}: call model.float(); "
+                f"model must have float32 parameters to train, but {name} is {each.dtype}: call model.float(); "
                 'precision="bfloat16" multiplies in fewer bits'
             )
     return list(shared.values())
@@ -279,7 +279,7 @@ def _next_policy(first: Policy, policy: Policy) -> Any:
 def _identity(
     workers: int, steps: int, network: LossModel, policy: Policy, seed: int, setting: Setting
 ) -> dict[str, object]:
-    """Returns what must be the same to continue from a checkpoint."""
+    """Returns the properties that must match those of a checkpoint to resume."""
     return {
         "workers": workers,
         "steps": steps,

@@ -1,4 +1,4 @@
-"""Makes a GPU compute the same bits every time, where it would rather be a little faster."""
+"""Deterministic GPU computation: the same bits every time, at some cost of speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def same_bits(wanted: bool) -> Iterator[None]:
     """Has torch use deterministic algorithms only; restores what it did before.
 
     Sums of many numbers are otherwise added in whatever order the GPU's threads arrive, and `torch.compile` chooses
-    kernels by which was fastest a moment ago. Early training then turns the last bit into a percent of perplexity.
+    kernels by which was fastest a moment ago. In early training, the last bit may grow to a percent of perplexity.
     """
     if not wanted:
         yield
@@ -25,7 +25,7 @@ def same_bits(wanted: bool) -> Iterator[None]:
     # cuBLAS may add up in another order when it shares its workspace between streams; torch insists on this setting.
     os.environ.setdefault(_WORKSPACE, ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic  # torch's own types leave out what it has
+    memory: Any = torch.utils.deterministic  # torch's type stubs are incomplete
     fills = memory.fill_uninitialized_memory
     tries = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)

@@ -24,10 +24,10 @@ Works = Callable[[int], torch.Tensor | Sequence[bool]]
 
 @dataclass
 class Reuse:
-    """What consecutive simulations of the same model, loss and batch size can share."""
+    """Compiled code that consecutive simulations of the same model, loss and batch size share."""
 
     gradients: Gradients | None = None
-    """What the last simulation has compiled and recorded."""
+    """Compiled and recorded code of the last simulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,11 @@ class Setting:
         return found
 
     def shared(self, model: nn.Module) -> list[nn.Parameter]:
-        """Returns the trained parameters of a model that travel."""
+        """Returns the trained parameters of a model that are exchanged."""
         return list(trained(model, self.personal)[0].values())
 
     def gradients(self, model: nn.Module, workers: int) -> Gradients:
-        """Returns what computes gradients for this process's workers; the last simulation's, if that fits."""
+        """Returns the gradient computation for this process's workers; reuses the last simulation's if it fits."""
         known = None if self.reuse is None else self.reuse.gradients
         fits = known is not None and known.at_once == min(self.at_once, workers)
         if known is not None and fits and known.begin_again(model, self.chunks, workers, self.personal):
@@ -118,7 +118,7 @@ class Setting:
         Args:
             values: Values (C, E) of one sender, or (W, C, E) of several.
             step: Number of the step, and
-            sender: first worker who sends them, the number of workers for what owners send: both choose grids.
+            sender: first sending worker, or the number of workers if owners send: both choose grids.
         """
         if self.wire in GRIDS:
             round_to_grids_(values, GRIDS[self.wire], seed=(self.seed, step), sender=sender)
@@ -127,5 +127,5 @@ class Setting:
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes of float32 over those of the wire, for as many elements."""
+        """Bytes of float32 divided by those of the wire, for as many elements."""
         return self.chunks.per_chunk / self.float32_per_chunk

@@ -1,4 +1,4 @@
-"""Virtual workers under an `OwnerPolicy`: owners combine what arrives, step and send."""
+"""Virtual workers under an `OwnerPolicy`: owners combine received gradients, step, and broadcast parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sharded(Workers):
     """
 
     def __init__(self, setting: Setting, policy: OwnerPolicy, model: nn.Module, optimizer: MakeOptimizer) -> None:
-        # A policy that is made for deadlines, and was given none, does without where nobody is slow.
+        # A deadline policy without a deadline runs without one if no worker is slow.
         wanted = policy.deadline is not None and policy.deadline != type(policy).deadline
         if wanted and not isinstance(setting.network, SlowBackward):
             raise BadSetting("deadline", "must be None in a simulation whose network is not a SlowBackward")
@@ -41,7 +41,7 @@ class Sharded(Workers):
         n, chunks, device = setting.workers, setting.chunks, setting.device
         self.first, self.last = setting.processes.part(n)
         self._trained = setting.shared(model)
-        # With the default `accept`, the age of a copy is enough to know it; otherwise every copy is stored.
+        # With the default `accept`, the age of a copy identifies its value; otherwise every copy is stored.
         self._replicas: Replicas = (
             Copies(chunks, self.first, self.last, device, policy.accept)
             if overrides(policy, "accept")
@@ -63,9 +63,9 @@ class Sharded(Workers):
         self._exchanges = Exchanges(setting, policy)
         self._owner_C = chunks.owner_C.to(device)
         self._chunks_of_W = torch.bincount(chunks.owner_C, minlength=n).to(device)
-        # Some workers own nothing of a small model, so they broadcast nothing that could be lost.
+        # Of a small model, some workers own nothing, so they have no broadcast.
         self._owners = sorted(set(chunks.owner_C.tolist()))
-        # Chunks that travel in a step: those of a worker's shard to all others, and those of all other shards to it.
+        # Chunks sent per step: those of a worker's shard to all others, and those of all other shards to it.
         self._sent_W = [int(owned) * (n - 1) for owned in self._chunks_of_W]
         self._others_W = [len(chunks.owner_C) - int(owned) for owned in self._chunks_of_W]
         self._losses = [LossMeter(0.0) for _ in range(n)]
@@ -121,7 +121,7 @@ class Sharded(Workers):
             setting.round_(grads_WCE, step=row.step, sender=first)
             if loss_WC is not None:
                 grads_WCE = applied(policy.send, grads_WCE, loss_WC[first:last].unsqueeze(-1))
-            # Filled, not multiplied by zero: a gradient that is lost does no harm even if it is infinite.
+            # Filled, not multiplied by zero: a lost gradient may be infinite.
             grads_WCE.masked_fill_(lost_WC[first:last].unsqueeze(-1), 0.0)
             self._grads.add_(grads_WCE.sum(0))
         setting.processes.all_reduce(self._grads)
@@ -164,14 +164,14 @@ class Sharded(Workers):
         arrived_WC = self._exchanges.draw(policy, row, up=False, exact=self._guarded)
         self._tried = None
         if self._guarded:
-            # What it would have lost shows in the gradients, or in a first pass of its own if gradients are repaired.
+            # Its loss without repair is that of the gradients, or of a separate first pass if gradients are repaired.
             self._tried = self._arrived_up if policy.up.budget == 1.0 else self._exchanges.first_pass_down(policy)
-        # Without the chunks that are fetched below: they say nothing about the network.
+        # Without the chunks that are fetched below: they do not measure the network.
         self._arrived_down = arrived_WC
         own_WC = arrived_WC[self.first : self.last]
         most = min(policy.max_lag or MOST_VERSIONS, MOST_VERSIONS)
         if self._oldest >= most:
-            # Fetched even if the broadcast arrives: workers ask before they know what arrives.
+            # Fetched even if the broadcast arrives: workers send the request before.
             overdue_WC = rules.overdue(replicas.ages, most)
             row.fetched = int(self.setting.processes.all_reduce(overdue_WC.sum()))
             own_WC = own_WC | overdue_WC
@@ -182,7 +182,7 @@ class Sharded(Workers):
     # --- what is measured ---------------------------------------------------------------------------------------------
 
     def _choose(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses the elements by which replicas are compared, anew at every step."""
+        """Draws the elements by which replicas are compared, at every step."""
         chunk_S, element_S = self.setting.chunks.choose(self.policy.drift_samples, self._samples)
         return chunk_S.to(self._owner_C.device), element_S.to(self._owner_C.device)
 
@@ -197,7 +197,7 @@ class Sharded(Workers):
         lags = torch.bincount(replicas.ages[~replicas.own].flatten(), minlength=replicas.versions).double()
         processes.all_reduce(lags)
         oldest_W = processes.everyone(replicas.ages.amax(1).double(), n)
-        # Everything in one copy from the device.
+        # One copy from the device for all values.
         parts = [
             self._lost_by_owner(down_WC),
             (~down_WC).sum(1).double() / others_W if self._tried is None else self._lost_by_owner(self._tried),
@@ -227,7 +227,7 @@ class Sharded(Workers):
         row.variance_inflation = n * counts[1]
 
     def _lost_by_owner(self, arrived_WC: torch.Tensor) -> torch.Tensor:
-        """Returns the fraction (N) of each owner's chunks that was lost on the way from it, or to it."""
+        """Returns the fraction (N) of each owner's chunks that was lost from it, or to it."""
         n = self.setting.workers
         lost_C = n - arrived_WC.sum(0)
         lost_N = torch.zeros(n, dtype=torch.float64, device=lost_C.device).index_add_(0, self._owner_C, lost_C.double())
@@ -255,7 +255,7 @@ class Sharded(Workers):
         self._guarded = guarded
 
     def _first_pass(self, watched: list[float], sent_up: list[float]) -> None:
-        """Counts what a broadcast that the guard had repaired would have lost, as real ranks do."""
+        """Counts the loss that a broadcast repaired by the guard would have had, as real ranks do."""
         lossy = self.policy.up.budget == 1.0
         most = self.policy.down.budget
         for owner_index, meter in enumerate(self._losses):
@@ -266,7 +266,7 @@ class Sharded(Workers):
     # --- for the run --------------------------------------------------------------------------------------------------
 
     def judge(self, evaluate: Evaluate) -> tuple[float, float]:
-        """Judges the owners' parameters, with the mean of all workers' buffers and the personal parts of each."""
+        """Evaluates the owners' parameters, with the mean of all workers' buffers and the personal parts of each."""
         self._gradients.average_buffers_into(self.model, self.setting.processes)
         if self.setting.personal:
             return judge_each(self.setting, self._judge_own, evaluate, self.setting.workers)

@@ -12,7 +12,7 @@ from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch_lab.simulation.setting import Setting
 
 Evaluate = Callable[..., tuple[float, float]]
-"""Judges a model: returns the loss and the fraction of right answers on held-out data.
+"""Evaluates a model: returns the validation loss and accuracy.
 
 `evaluate(model)`, or `evaluate(model, worker)` if models have personal parts.
 """
@@ -22,7 +22,7 @@ class Workers(ABC):
     """All virtual workers of one simulated training."""
 
     policy: Any
-    """The user's policy; every step may have another one of the same kind."""
+    """The user's policy; each step may have another one of the same class."""
     optimizers: list[torch.optim.Optimizer]
     """One optimizer for all owners together, or one for each worker; then those of personal parts."""
 
@@ -37,7 +37,7 @@ class Workers(ABC):
 
     @abstractmethod
     def judge(self, evaluate: Evaluate) -> tuple[float, float]:
-        """Judges the parameters that stand for all workers."""
+        """Evaluates the parameters that represent all workers."""
 
     @abstractmethod
     def drift(self) -> float:
@@ -60,7 +60,7 @@ class Workers(ABC):
 def judge_each(
     setting: Setting, judge: Callable[[int, Evaluate], tuple[float, float]], evaluate: Evaluate, workers: int
 ) -> tuple[float, float]:
-    """Returns the mean judgement of the first workers' models; every process judges those of its own workers."""
+    """Returns the mean result of the first workers' models; every process evaluates those of its own workers."""
     first, last = setting.processes.part(setting.workers)
     sums = torch.zeros(2, dtype=torch.float64)
     for worker in range(first, min(last, workers)):

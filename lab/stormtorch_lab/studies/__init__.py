@@ -1,4 +1,4 @@
-"""Trainings run side by side and compared, on real ranks (`on_ranks.py`) or on virtual workers (`on_workers.py`).
+"""Comparisons of trainings under several policies, on ranks (`on_ranks.py`) or on virtual workers (`on_workers.py`).
 
-Begin with `settings.py`: what a study may vary.
+Start with `settings.py`: the settings of a study.
 """

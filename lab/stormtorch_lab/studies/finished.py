@@ -1,4 +1,4 @@
-"""Finished trainings: their results in a folder, so that the same command again need not repeat them."""
+"""Results of finished trainings in a checkpoint folder, so that a repeated command skips them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from stormtorch_lab.studies.results import SimResult
 
 _log = logging.getLogger("stormtorch")
 
-# Settings that may change from one run to the next: which trainings are asked for, and how fast they are computed.
+# Settings that may change between runs: the requested trainings, and how fast they are computed.
 _FREE = ("policies", "policy_settings", "seeds", "first_seed", "how", "at_once", "fuse")
 
 
 class Finished:
-    """Results by key: a policy and a seed. Only the first process reads and writes; all get what it found.
+    """Results by policy and seed. Only the first process reads and writes; it broadcasts to the others.
 
-    A full disk costs what could not be written there, and is warned of: trainings go on.
+    If the disk is full, results are not written, with a warning; trainings go on.
 
     Args:
-        folder: Folder of the results; None keeps nothing.
+        folder: Folder of the results; None stores nothing.
         ledger: File for the lines of all trainings, in their order; None writes none.
         together: Processes that simulate together.
         asked: Settings that all trainings share, as plain data: those of the folder must be the same.
 
     Raises:
-        BadSetting: The folder is of other settings, or cannot be read.
+        BadSetting: The folder belongs to other settings, or cannot be read.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Finished:
         problem = together.broadcast_first(None if folder is None or not self._first else _compare(folder, requested))
         if problem is not None:
             raise BadSetting("checkpoint", problem)
-        # Only now: a user who named the wrong folder keeps the earlier file.
+        # Not before the check above: a wrong folder must not overwrite an earlier file.
         if ledger is not None and self._first:
             ledger.write_text("")
 
@@ -58,7 +58,7 @@ class Finished:
                 kept = json.loads(path.read_text(encoding="utf-8"))
                 found = SimResult.from_json(kept["result"])
                 if self._ledger is not None and kept["ledger"] is None:
-                    problem = f"holds {path.name} without its steps: --ledger must be asked for from the beginning"
+                    problem = f"holds {path.name} without its steps: --ledger must be given from the first run on"
                 else:
                     self._write(found, kept["ledger"])
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -69,10 +69,10 @@ class Finished:
         return found
 
     def keep(self, key: str, result: SimResult, ledger: Ledger) -> None:
-        """Writes a result that was just computed, as far as there is room."""
+        """Writes a new result; a full disk causes a warning."""
         if not self._first:
             return
-        # Large with many workers, so only where it is wanted.
+        # Large with many workers, so only on request.
         rows = None if self._ledger is None else ledger.to_json()
         self._write(result, rows)
         if self._folder is None:
@@ -82,7 +82,9 @@ class Finished:
             with replacing(path) as beside:
                 beside.write_text(json.dumps({"result": result.to_json(), "ledger": rows}), encoding="utf-8")
         except OSError as error:
-            _log.warning("cannot write %s: %s; the same command would compute it again", path, error.strerror or error)
+            _log.warning(
+                "cannot write %s: %s; repeating the command will compute it again", path, error.strerror or error
+            )
 
     def _write(self, result: SimResult, rows: list[dict[str, Any]] | None) -> None:
         if self._ledger is not None and rows is not None:
@@ -98,7 +100,7 @@ class Finished:
 
 
 def _compare(folder: Path, requested: dict[str, Any]) -> str | None:
-    """Says what is wrong with a folder, if anything; a new one gets these settings."""
+    """Returns the problem of a folder, if any; stores the settings in a new one."""
     plain = json.loads(json.dumps({name: value for name, value in requested.items() if name not in _FREE}))
     path = folder / "settings.json"
     try:
@@ -113,7 +115,7 @@ def _compare(folder: Path, requested: dict[str, Any]) -> str | None:
     for name in sorted(known.keys() | plain.keys()):
         if known.get(name) != plain.get(name):
             return (
-                f"{folder} is of other settings: its {name} is {known.get(name)!r}, not {plain.get(name)!r}; "
+                f"{folder} belongs to other settings: its {name} is {known.get(name)!r}, not {plain.get(name)!r}; "
                 "name another folder, or remove it"
             )
     return None

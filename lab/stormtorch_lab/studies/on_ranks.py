@@ -1,4 +1,4 @@
-"""Trainings on ranks: a model once for each policy and seed, over UDP that loses."""
+"""Trainings on ranks: one for each policy and seed, over UDP with loss."""
 
 import contextlib
 import itertools
@@ -29,7 +29,7 @@ from stormtorch_lab.studies.results import TrainReport, TrainResult, exp_of
 from stormtorch_lab.studies.settings import TrainSettings
 from stormtorch_lab.tasks.task import Task
 
-# Ethernet's: loss then strikes chunks of the size that it would strike on a network.
+# As on Ethernet, so that lost chunks have the size that they have on a network.
 _DATAGRAM_BYTES = 1472
 # Validations of a training.
 _VALIDATIONS = 10
@@ -37,7 +37,7 @@ _VALIDATIONS = 10
 
 @dataclass
 class RankTraining:
-    """Record that one rank keeps of one training."""
+    """Record of one training on one rank."""
 
     policy: str
     """Label of the policy."""
@@ -57,12 +57,12 @@ class RankTraining:
 
 
 def run_training(settings: TrainSettings, advance: Advance = ignore_progress) -> TrainReport:
-    """Trains under every policy and seed, and returns when all ranks are gone.
+    """Trains under every policy and seed, and returns when all ranks have ended.
 
     Raises:
         stormtorch.checks.BadSetting: The data cannot be read.
-        stormtorch_lab.jobs.failed.RankFailed: A rank failed or did not end in time.
-        stormtorch_lab.netns.LabError: The lab failed, or none can be made here.
+        stormtorch_lab.jobs.failed.RankFailed: A rank failed or timed out.
+        stormtorch_lab.netns.LabError: The lab failed, or this machine cannot make one.
     """
     task = settings.open_task()
     params = sum(parameter.numel() for parameter in task.model(0).parameters())
@@ -86,9 +86,9 @@ def run_training(settings: TrainSettings, advance: Advance = ignore_progress) ->
 
 
 def result_of(trainings: Sequence[RankTraining], *, language: bool) -> TrainResult:
-    """Makes one result of what all ranks saw of a training."""
+    """Merges the records of all ranks into one result."""
     first = trainings[0]
-    # Where slower ranks make fewer steps, what all of them have made counts.
+    # If slower ranks make fewer steps, only the steps made by all count.
     losses = [mean(step) for step in zip(*(each.losses for each in trainings), strict=False)]
     times_s = [max(step) for step in zip(*(each.times_s for each in trainings), strict=False)]
     counters = sum((each.counters for each in trainings), Counters())
@@ -116,7 +116,7 @@ def train_on_rank(member: Member, settings: TrainSettings) -> list[RankTraining]
     stage: Stage[Contender]
     with Stage(member, (), lab=settings.network is not None) as stage:
         for number, (seed, label) in enumerate(settings.trainings):
-            # Not in a with statement: the goodbye of a rank that failed would make the others' errors hide its own.
+            # Not in a with statement: after goodbyes of a failed rank, the others' errors would hide its own.
             transport = connect(
                 member.store,
                 member.rank,
@@ -133,7 +133,7 @@ def train_on_rank(member: Member, settings: TrainSettings) -> list[RankTraining]
                 training = RankTraining(label, seed)
                 _train(stage, Group(transport), task, settings.policy_of(label), settings.steps, training)
                 training.counters = Counters.of(transport)
-                stage.barrier()  # a rank that is done first must not spare the others a part of the loss
+                stage.barrier()  # fault injection ends only when all ranks are done
             found.append(training)
             transport.close()
         stage.cue(LabRequest.READ)
@@ -164,7 +164,7 @@ def _train(
         if rank == 0:
             stage.member.report(f"{training.policy}, seed {training.seed}: loss {training.losses[-1]:.2f}")
         if done.all:
-            # Before anything makes the replicas equal again, but after the last parameters: forward waits for them.
+            # After the last parameters arrived (forward waits for them), and before anything makes the replicas equal.
             with torch.no_grad():
                 model.eval()(batch.inputs)
             training.drift = _drift(stage, group, model)
@@ -174,18 +174,18 @@ def _train(
 
 
 class _Done:
-    """How far a training has come, the same on all ranks whenever they validate."""
+    """Progress of a training, equal on all ranks at every validation."""
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self._session: Any = optimizer.session if isinstance(policy, RankPolicy) and policy.pace == "fastest" else None  # type: ignore[attr-defined]  # given by prepare
         self._last = steps
         if self._session is not None:
-            # Ranks of different speeds have made different steps: what they have in common are exchanges.
+            # Ranks of different speeds make different numbers of steps, but the same number of exchanges.
             rounds = sum(policy.begins_at(number) <= steps for number in range(steps))  # type: ignore[attr-defined]  # as above
             self._last = policy.begins_at(max(rounds, 1) - 1)  # type: ignore[attr-defined]
         self._next = self._every = max(steps // _VALIDATIONS, 1)
         self.steps = 0
-        """Steps that are done."""
+        """Number of steps done."""
         self.validates = False
         """Whether all ranks validate now."""
 
@@ -226,7 +226,7 @@ def _drift(stage: Stage[Contender], group: Group, model: nn.Module) -> float:
 
 
 def _validate(stage: Stage[Contender], model: nn.Module, task: Task) -> tuple[float, float]:
-    """Finds the loss and the fraction of right answers on what is held out; each rank judges its part of it."""
+    """Validation loss and accuracy; each rank evaluates its part of the held-out data."""
     with exact(model), torch.inference_mode():
         score = task.score(model, stage.member.rank, stage.member.world)
     loss, right, count = _mean_over_ranks(stage, list(score))

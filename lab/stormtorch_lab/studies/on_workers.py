@@ -1,4 +1,4 @@
-"""Trainings on virtual workers: each policy and seed once, with the report of trainings on ranks."""
+"""Trainings on virtual workers: one for each policy and seed, reported as trainings on ranks are."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _ROWS = 100
 
 
 def task_of(settings: SimSettings) -> Task:
-    """Reads the data, and makes what is learned.
+    """Reads the data, and makes the task.
 
     Raises:
-        BadSetting: The data cannot be read, or a setting is not one of this model's.
+        BadSetting: The data cannot be read, or this model has no such setting.
     """
     return open_task(
         settings.model,
@@ -58,13 +58,13 @@ def run_simulations(
     Args:
         settings: Settings of all trainings.
         advance: Called after every step.
-        checkpoints: Folder for states and results: what is there already is not computed again.
+        checkpoints: Folder for checkpoints and results: results in it are not computed again.
         ledger: File for a line of JSON for every step of every training, the latest 10,000 of each.
 
     Raises:
         BadSetting: The data cannot be read, a setting is not one of this model's, or the checkpoints are of other
             settings.
-        KeyboardInterrupt: Ctrl-C; with checkpoints, the same call goes on where it was.
+        KeyboardInterrupt: Ctrl-C; with checkpoints, the same call resumes.
     """
     task = task_of(settings)
     together = Processes()
@@ -103,7 +103,7 @@ def result_of(done: Simulated, *, policy: str, seed: int, workers: int, language
     losses = [loss for _, loss in done.curve]
     rows = list(done.ledger)
     _, val_loss, accuracy = done.validations[-1]
-    # Where models are averaged less often than there are steps, there is no row.
+    # A step without an exchange of models has no row.
     lag = rows[-1].lag if rows else {}
     copies = sum(lag.values())
     down = [mean(list(row.broadcast.values())) for row in rows if row.broadcast]
@@ -142,8 +142,8 @@ def _drifts(row: LedgerRow) -> tuple[int, float | None, float | None, float | No
 
 @contextlib.contextmanager
 def _threads(settings: SimSettings, task: Task, params: int) -> Iterator[None]:
-    """Takes one thread for small language models on the CPU: more gain nothing, and where cores are shared they lose
-    much by waiting for each other. The size alone decides, as the number of threads changes the last bits of sums.
+    """Uses one thread for small language models on the CPU: more threads gain nothing, and are slow on shared cores.
+    Only the size decides, as the number of threads changes the last bits of sums.
     """
     before = torch.get_num_threads()
     if settings.device == "cpu" and task.language and params < _SMALL_PARAMS:

@@ -22,19 +22,19 @@ class TrainResult:
     loss: float
     """Mean training loss over the ranks and the last tenth of the steps."""
     val_loss: float
-    """Loss on what is held out, after the last step."""
+    """Validation loss after the last step."""
     perplexity: float | None
-    """Perplexity of that; None for pictures."""
+    """Validation perplexity; None for images."""
     accuracy: float | None
-    """Fraction of pictures classified correctly; None for a language model."""
+    """Validation accuracy; None for a language model."""
     step_s: float
-    """Median time of the steps; a step is as long as its slowest rank takes."""
+    """Median time of a step, by the slowest rank."""
     drift: float
-    """Mean squared difference per parameter between two replicas after the last step; 0 is bit for bit."""
+    """Mean squared difference per parameter between two replicas after the last step; 0 is bit-identical."""
     arrived: float
     """Fraction of the chunks that arrived, mean over ranks and steps."""
     loss_measured: float | None
-    """Fraction of the datagrams that fault injection lost; None without fault injection."""
+    """Fraction of the datagrams that fault injection dropped; None without fault injection."""
     curve: list[tuple[int, float]]
     """Step and training loss, mean over the ranks."""
     val_curve: list[tuple[int, float, float]]
@@ -47,7 +47,7 @@ class SimResult(TrainResult):
 
     workers: int
     lag: dict[int, float]
-    """Fraction of all copies that is so many steps old after the last step."""
+    """Distribution of the age of all copies after the last step: fraction by age in steps."""
     drift_curve: list[tuple[int, float | None, float | None, float | None]]
     """Step, mean squared difference between two replicas, between replica and owner, and mean square of one update."""
     lead: float
@@ -55,24 +55,24 @@ class SimResult(TrainResult):
     broadcast_lost: float
     """Fraction of the broadcast's chunks that was lost, after any repair."""
     fetched: int
-    """Chunks that were fetched, as they would have become too old."""
+    """Chunks fetched exactly, as they would have become too old."""
     how: str
     at_once: int
     peak_bytes: int | None
-    """Most memory of the GPU that was in use; None on the CPU."""
+    """Peak GPU memory; None on the CPU."""
     guarded: int = 0
-    """Steps in which the guard had the broadcast repaired."""
+    """Steps in which the guard repaired the broadcast."""
     bytes_sent: float = 0.0
-    """Bytes that a worker sends at a step, mean over workers and steps. What is sent again counts where a budget is
-    to be met; of an exact stage every chunk counts once."""
+    """Bytes that a worker sends per step, mean over workers and steps. Retransmissions count under a budget; in an
+    exact stage every chunk counts once."""
     parity_bytes: float = 0.0
-    """Those of them that are parity."""
+    """Bytes of parity among them."""
     recovered: float = 0.0
-    """Chunks of all workers that came back by parity at a step, mean over steps."""
+    """Chunks of all workers recovered by parity per step, mean over steps."""
 
     @property
     def mean_lag(self) -> float | None:
-        """Mean age of all copies after the last step, in steps; None where workers have models of their own."""
+        """Mean age of all copies after the last step, in steps; None if each worker trains its own model."""
         return sum(age * share for age, share in self.lag.items()) if self.lag else None
 
     def to_json(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class SimResult(TrainResult):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SimResult:
-        """Reads plain data: JSON knows neither tuples nor numbers as keys."""
+        """Reads plain data: JSON has neither tuples nor numeric keys."""
         curves = {name: [tuple(each) for each in data[name]] for name in ("curve", "val_curve", "drift_curve")}
         return cls(**data | curves | {"lag": {int(age): share for age, share in data["lag"].items()}})
 
@@ -92,13 +92,13 @@ ResultT = TypeVar("ResultT", bound=TrainResult)
 
 @dataclass(frozen=True)
 class StudyReport(Generic[SettingsT, ResultT]):
-    """Results of a study, and the conditions under which they came out."""
+    """Results of a study with the conditions of their measurement."""
 
     settings: SettingsT
     requested: dict[str, Any]
     """Settings as plain data, with the data and the size of the model."""
     measured: dict[str, Any]
-    """Loss and drops that the network showed."""
+    """Measured loss and drops of the network."""
     conditions: dict[str, Any]
     """Machine, versions, commit and date."""
     results: list[ResultT]
@@ -133,7 +133,7 @@ class StudyReport(Generic[SettingsT, ResultT]):
         return found
 
     def write(self, path: Path) -> None:
-        """Writes JSON; makes missing folders."""
+        """Writes JSON and creates missing folders."""
         write_json(path, self.to_json())
 
 
@@ -148,13 +148,13 @@ class SimReport(StudyReport[SimSettings, SimResult]):
 
 
 def lost_on_average(results: list[SimResult]) -> float:
-    """Mean fraction of the chunks that was lost, over the trainings in which any may be lost."""
+    """Mean fraction of the chunks that was lost, over the trainings that allow loss."""
     lost = [1.0 - result.arrived for result in results if result.policy != "lossless"]
     return mean(lost) if lost else 0.0
 
 
 def exp_of(value: float) -> float:
-    """Perplexity of a loss; inf where it is too large for a number."""
+    """Perplexity of a loss; inf on overflow."""
     return math.exp(value) if value < 700 else math.inf
 
 

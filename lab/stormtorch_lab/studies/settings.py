@@ -1,4 +1,4 @@
-"""Settings of studies: trainings that share all but policy and seed, on ranks or on virtual workers."""
+"""Settings of studies: trainings that differ only in policy and seed, on ranks or on virtual workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stormtorch_lab.tasks.task import Task, cosine
 
 MOST_WORKERS = 8192
 """Largest number of workers: networks are drawn link by link, and there are as many links as its square."""
-# Few enough that ten validations take little of a short training.
+# Few enough that ten validations take a small part of a short training.
 _HELD_OUT_WINDOWS = 128
 _WEIGHT_DECAY = 5e-4
 PRECISIONS = ("float32", "tf32", "bfloat16")
@@ -40,11 +40,11 @@ class StudySettings(PolicySettings):
     steps: int = 200
     """Optimizer steps of each training."""
     seeds: int = 1
-    """Trainings of each policy. Each seed has weights, batches and loss of its own."""
+    """Trainings of each policy. Each seed has its own weights, batches and packet loss."""
     first_seed: int = 0
     """First of the seeds; the others follow."""
     loss: float = 0.1
-    """Fraction of the datagrams that is lost on every link."""
+    """Fraction of the datagrams to drop on every link."""
     burst: float | str = 1.0
     """Mean length of a run of losses in packets, or a mean time such as "5ms"; 1 is independent loss."""
 
@@ -85,17 +85,17 @@ class StudySettings(PolicySettings):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Short names of the policies, for results, tables and pictures: of a class in a file, that of the class."""
+        """Labels of the policies in results, tables and plots; for a class in a file, its name."""
         return tuple(label_of(name) for name in self.policies)
 
     @property
     def trainings(self) -> list[tuple[int, str]]:
-        """Seed and label of each training, in order: whatever else the machine does meets all policies alike."""
+        """Seed and label of each training; policies alternate, so that other load on the machine affects all alike."""
         seeds = range(self.first_seed, self.first_seed + self.seeds)
         return [(seed, label) for seed in seeds for label in self.labels]
 
     def typed(self, label: str) -> str:
-        """Name of a policy as it was given; a label that is none of these policies' is a name itself."""
+        """Name of a policy as given; an unknown label is returned as it is."""
         return next((name for name in self.policies if label_of(name) == label), label)
 
     def policy_of(self, label: str) -> Any:
@@ -110,12 +110,12 @@ class StudySettings(PolicySettings):
             policy: Policy = make_policy(name, settings)
         except ValueError as error:
             raise named(error) from error
-        except Exception as error:  # whatever the user's file raises when it is imported
+        except Exception as error:  # importing the user's file may raise anything
             raise BadSetting("policy", f"cannot be {name}: {type(error).__name__}: {error}") from error
         return policy
 
     def key_of(self, label: str) -> str:
-        """Name of a policy's files. That of a class depends on its source: a policy that was edited is another one."""
+        """Name of a policy's files. For a class it depends on the source, so an edited policy counts as another one."""
         name = self.typed(label)
         if name in names():
             return name
@@ -132,12 +132,12 @@ class StudySettings(PolicySettings):
 
 
 def label_of(name: str) -> str:
-    """Short name of a policy: of a class in a file, that of the class."""
+    """Label of a policy; for a class in a file, its name."""
     return name.rpartition(":")[2] if ":" in name else name
 
 
 def named(error: ValueError) -> ValueError:
-    """Names the setting that an error of a policy or of the simulator speaks of, where it begins with one."""
+    """Turns an error whose message begins with the name of a setting into a `BadSetting`; returns others."""
     if isinstance(error, BadSetting):
         return error
     knob, _, problem = str(error).partition(" ")
@@ -154,17 +154,17 @@ class TrainSettings(StudySettings):
     """Settings of trainings on ranks."""
 
     ranks: int = 4
-    """Processes of this machine, or hosts of a lab with one each."""
+    """Processes of this machine, or hosts of a lab with one process each."""
     batch: int = 32
-    """Examples of each rank in a step. With few of them, the noise of the gradients hides what loss does."""
+    """Examples of each rank per step. With few, gradient noise hides the effect of packet loss."""
     lr: float = 1e-3
     """Highest learning rate: it rises in the first twentieth of the steps and falls to a tenth, as a cosine."""
     data: Path | None = None
     """File or folder to learn from; None is what every machine has."""
     network: Conditions | None = None
-    """Conditions of a lab, where loss is real, `loss` and `burst` included; None is loopback with injected loss."""
+    """Conditions of a lab, including `loss` and `burst`; None is loopback with injected loss."""
     timeout_s: float = 3600.0
-    """Seconds after which everything must have ended."""
+    """Seconds after which the study times out."""
 
     def __post_init__(self) -> None:
         check_between("ranks", self.ranks, 2, 64)
@@ -174,7 +174,7 @@ class TrainSettings(StudySettings):
         super().__post_init__()
 
     def open_task(self) -> Task:
-        """Reads the data, and makes what is learned.
+        """Reads the data, and makes the task.
 
         Raises:
             BadSetting: The data cannot be read.
@@ -221,7 +221,7 @@ class LmSettings(TrainSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings(TrainSettings):
-    """Settings of a ResNet-20 that classifies pictures: CIFAR-10's, or scikit-learn's digits, 8 x 8."""
+    """Settings of a ResNet-20 that classifies images: CIFAR-10's, or scikit-learn's digits, 8 x 8."""
 
     batch: int = 16
     lr: float = 0.1
@@ -246,13 +246,13 @@ class SimSettings(StudySettings):
     data: Path | None = None
     """File or folder to learn from; None is what every machine has."""
     workers: int = 64
-    """Simulated ranks, each with a replica of its own."""
+    """Simulated ranks, each with its own replica."""
     network: LossModel | None = None
     """Loss model in place of `loss` and `burst`."""
     optimizer: Literal["task", "adamw", "nadam", "momentum", "sgd"] = "task"
     """Optimizer: the task's own, or another; SGD with momentum 0.9 or without."""
     batch: int | None = None
-    """Examples of each worker in a step; None here and in the next five leaves the choice to the model."""
+    """Examples of each worker in a step; None, here and in the next five, takes the default of the model."""
     lr: float | None = None
     context: int | None = None
     width: int | None = None
@@ -278,11 +278,11 @@ class SimSettings(StudySettings):
         reached = in_time(self.loss_model())
         if has_timed_bursts(reached):
             name = "burst" if self.network is None else "per_link"
-            raise BadSetting(name, "must count packets here, and not time: virtual workers have no clock")
+            raise BadSetting(name, "must be in packets, not in time: virtual workers have no clock")
         if isinstance(reached, PerLink) and reached.links:
             highest = max(max(link) for link in reached.links)
             if highest >= self.workers:
-                raise BadSetting("per_link", f"names worker {highest}, and there are {self.workers} from 0 on")
+                raise BadSetting("per_link", f"names worker {highest}; the workers are 0 to {self.workers - 1}")
 
     def loss_model(self) -> LossModel:
         """Loss model of all links."""
@@ -305,11 +305,11 @@ def _check_device(name: str) -> None:
     if device.type not in ("cpu", "cuda"):
         raise BadSetting("device", f"must be cpu or cuda, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadSetting("device", "is cuda, but torch finds no GPU here")
+        raise BadSetting("device", "is cuda, but torch finds no GPU on this machine")
 
 
 def describe(network: LossModel) -> str:
-    """Describes a loss model in a line, however many links it has."""
+    """Describes a loss model in one line, even with many links."""
     if isinstance(network, PerLink):
         kinds = {type(model).__name__ for model in network.links.values()}
         text = f"PerLink(default={describe(network.default)}, {len(network.links)} links"

@@ -1,1 +1,1 @@
-"""What studies train: models, data sets, and tasks made of both. Begin with `task.py`."""
+"""Training tasks of the studies: models, data sets, and tasks made of both. Start with `task.py`."""

@@ -1,7 +1,7 @@
-"""A task to learn: a model, its optimizer, batches of examples, and held-out examples to judge by.
+"""The interface of a task: a model, its optimizer, training batches, and held-out examples.
 
-The same tasks run on ranks, which ask for the batch of one worker, and in the simulator, which asks for the stacked
-batches of many workers at once.
+The same tasks run on ranks, which use the batch of one worker, and in the simulator, which uses the stacked batches of
+many workers.
 """
 
 import math
@@ -80,7 +80,7 @@ class Task(ABC):
     language = False
     """Whether perplexity measures the result; otherwise accuracy does."""
     clip: float | None = 1.0
-    """Largest norm of a gradient, to which longer ones are cut; None cuts none."""
+    """Norm to which larger gradients are clipped; None clips none."""
 
     def __init__(
         self, name: str, *, batch: int, lr: float, schedule: Schedule = cosine, device: torch.device = CPU

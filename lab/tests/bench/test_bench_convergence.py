@@ -80,7 +80,7 @@ def test_the_picture_shows_who_never_made_a_step_as_a_line_through_the_time_that
     settings = replace(SMALL, patience_s=3.0)
     curves = [curve("gloo-cubic", [5.0], gave_up=True), curve("storm-drift", [5.0, 4.0, 3.0, 2.0, 1.5])]
     report = ConvergenceReport(ConvergenceReport.begin(settings).conditions, curves)
-    assert headline(report) == "storm-drift comes to a loss of 1.50 in 8 s"
+    assert headline(report) == "storm-drift reaches a loss of 1.50 in 8 s"
     plot_convergence(report, tmp_path / "learning.svg")
     drawn = (tmp_path / "learning.svg").read_text()
     assert "<!-- gloo-cubic: no step -->" in drawn
@@ -132,7 +132,7 @@ def test_in_a_lab_a_backend_that_stands_still_is_given_up_and_the_next_one_learn
     settings = replace(
         SMALL,
         backends=("gloo-cubic", "storm-drift"),
-        # Under this loss TCP comes to a stop.
+        # Under this loss TCP stalls.
         network=Conditions(rate="20mbit", loss=0.4),
         patience_s=2.0,
     )
@@ -143,7 +143,7 @@ def test_in_a_lab_a_backend_that_stands_still_is_given_up_and_the_next_one_learn
     assert drift.measured["loss"] == pytest.approx(0.4, abs=0.05)
     assert drift.arrived < 1.0
     assert drift.losses[-1] < drift.losses[0]
-    assert "given up" in text_of(convergence_table(report))
+    assert "aborted" in text_of(convergence_table(report))
 
 
 @pytest.mark.thorough
@@ -174,5 +174,5 @@ def test_a_policy_that_does_not_exist_is_no_backend() -> None:
 def test_a_loss_that_nobody_came_to_is_said() -> None:
     conditions = ConvergenceReport.begin(replace(SMALL, target=0.1)).conditions
     report = ConvergenceReport(conditions, [curve("storm-drift", [5.0, 4.0]), curve("gloo", [5.0, 4.5])])
-    assert headline(report) == "nobody comes to a loss of 0.10"
+    assert headline(report) == "no backend reaches a loss of 0.10"
     assert report.speedup(report.curves[0]) is None

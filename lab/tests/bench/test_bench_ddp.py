@@ -64,12 +64,12 @@ def test_the_report_holds_conditions_and_one_result_per_backend(report: DdpRepor
         assert each["speedup"] * each["over_gloo"] == pytest.approx(1.0)
         assert each["adds_s"] == pytest.approx(each["median_s"] - conditions["no_sync_s"])
         assert (each["gave_up"], each["gloo_gave_up"], each["cpu_s"] > 0) == (False, False, True)
-        # What communication adds, of processor time, to a step without any.
+        # Processor time that communication adds to a step.
         assert each["cpu_s_per_gb"] * 4e-9 * conditions["params"] == pytest.approx(
             each["cpu_s"] - conditions["no_sync_cpu_s"]
         )
         assert (each["tcp"] is None) == (each["backend"] != "gloo")
-        assert each["moved_bytes"] == 4 * conditions["params"]  # of 2 ranks, each sends one half twice
+        assert each["moved_bytes"] == 4 * conditions["params"]  # each of 2 ranks sends one half twice
         assert (each["ideal_s"], each["adds_over_ideal"]) == (None, None)
         if each["backend"] == "gloo":
             assert each["sent_bytes"] is None
@@ -129,7 +129,7 @@ def test_every_wire_of_storm_lossy_and_storm_drift_is_a_contender_and_a_turn_may
         assert (result.rounds, result.over_gloo) == (1, None)
         narrow = {"int8": 4.0, "int4": 7.1}.get(result.backend[-4:], 2.0)
         assert result.moved_bytes == pytest.approx(4 * parameters(0.1) / narrow, rel=0.02)
-        # A turn is reported per step: what three of them sent is not what one had to move.
+        # Results are per step: not the bytes of all three steps.
         assert result.sent_bytes is not None
         assert result.sent_bytes < 1.6 * result.moved_bytes
     assert ranks_left() == []
@@ -179,7 +179,7 @@ def test_loss_in_a_lab_meets_all_backends_and_a_step_over_tcp_that_takes_too_lon
         iters=2,
         backends=("storm", "storm-lossy", "storm-drift", "gloo-cubic"),
         wires=("float32", "bfloat16"),
-        # Ideal are 0.36 s a step; under this loss TCP comes to a stop.
+        # Ideal are 0.36 s a step; under this loss TCP stalls.
         network=Conditions(rate="100mbit", loss=0.3),
         patience_s=3.0,
     )

@@ -1,4 +1,4 @@
-"""Several ranks on each host of a lab: they know that they share it, and the all-reduce sends half as much."""
+"""Several ranks on each host of a lab: they detect it, and the hierarchical all-reduce sends half as much."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_hierarchy_takes_about_half_the_time_of_the_flat_exchange() -> None:
     )
     report = run_allreduce(settings)
     ours, flat = report.results
-    assert ours.ideal_s == pytest.approx(0.64)  # what one of two hosts must send
+    assert ours.ideal_s == pytest.approx(0.64)  # the data that each of two hosts must send
     assert ours.median_s < 0.75 * flat.median_s
     assert "4 ranks, 2 on each host" in text_of(allreduce_table(report))
     assert ranks_left() == []

@@ -1,4 +1,4 @@
-"""Benchmarks in a lab: loss that meets every backend, patience with those that cannot stand it, and sweeps."""
+"""Benchmarks in a lab: loss that affects every backend, wait limits for TCP under loss, and sweeps."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_a_result_tells_how_far_the_worst_round_is_off_and_whether_its_median_is
     assert (usual.rounds, usual.worst_over_median, usual.median_is_bound, usual.tcp) == (3, 2.0, False, None)
     assert usual.over_ideal == pytest.approx(0.2 / 0.08)
     assert result("gloo-bbr", [0.1]).tcp == "bbr"
-    # What did not end would have been the longest in any case: the middle one of three is what it is.
+    # The aborted call would be the longest in any case, so the median of three is known.
     assert not result("gloo-bbr", [0.1, 0.2, 30.0], gave_up=True).median_is_bound
     assert result("gloo-bbr", [0.1, 30.0], gave_up=True).median_is_bound
     assert result("gloo-bbr", [30.0], gave_up=True).median_is_bound
@@ -97,7 +97,7 @@ def test_a_sweep_marks_what_was_measured_while_others_had_the_processors(swept: 
     swept.points[0] = replace(swept.points[0], processors_withheld=0.01)
     text = text_of(sweep_table(swept))
     assert text.count("* 100 Mbit/s") == 1
-    assert "*: others withheld" in text
+    assert "*: the hypervisor withheld" in text
 
 
 def test_a_caption_tells_of_dropped_datagrams_and_of_processors_that_others_had() -> None:
@@ -217,7 +217,7 @@ def test_loss_in_a_lab_is_measured_and_meets_all_backends(report: AllReduceRepor
     for each in report.results:
         assert each.ideal_s == pytest.approx(0.08)
         assert 1 <= each.rounds <= 2
-        # Nobody is faster than the line, but for what it has saved up in a pause.
+        # No backend is faster than the link, except for its burst after a pause.
         assert each.median_s > 0.07
 
 
@@ -226,7 +226,7 @@ def test_loss_in_a_lab_is_measured_and_meets_all_backends(report: AllReduceRepor
 def test_the_table_and_the_plot_of_a_lab_name_its_conditions(report: AllReduceReport, tmp_path: Path) -> None:
     text = text_of(allreduce_table(report))
     assert "over 2 ranks, 100 Mbit/s" in text
-    assert "10.0 % asked" in text
+    assert "10.0 % requested" in text
     assert set(COLOURS) > {each.backend for each in report.results}
     pytest.importorskip("matplotlib")
     plot_allreduce(report, tmp_path / "out.svg")
@@ -243,7 +243,7 @@ def test_a_backend_that_is_too_slow_is_given_up_and_the_others_go_on() -> None:
         iters=2,
         warmup=1,
         backends=("storm", "gloo"),
-        # 4 MB take 3.2 s: not even without loss is there patience for that.
+        # 4 MB take 3.2 s, more than the wait limit even without loss.
         network=Conditions(rate="10mbit"),
         patience_s=0.4,
         timeout_s=100,
@@ -278,9 +278,9 @@ def test_ranks_on_hosts_end_with_the_one_that_fails() -> None:
             run_ranks(fail_on_one, 2, timeout_s=60, lab=lab)
         with pytest.raises(RankFailed, match=r"^rank 1: was killed by SIGKILL"):
             run_ranks(die_on_one, 2, timeout_s=60, lab=lab)
-        with pytest.raises(RankFailed, match=r"^not done after 15 s, waiting for rank 1: "):
+        with pytest.raises(RankFailed, match=r"^timed out after 15 s, waiting for rank 1: "):
             run_ranks(sleep_on_one, 2, timeout_s=15, lab=lab)
-        # The place is free again.
+        # The port is free again.
         assert run_ranks(interfaces, 2, timeout_s=60, lab=lab) == [("eth0", "mgmt0")] * 2
     assert ranks_left() == []
 
@@ -324,11 +324,11 @@ def test_a_sweep_measures_each_point_in_turn() -> None:
 @pytest.mark.slow
 def test_a_point_that_fails_says_why_and_the_next_one_is_measured() -> None:
     lab_or_skip()
-    # The slow line would need more than half a minute.
+    # The slow link would need more than half a minute.
     settings = replace(SMALL, rates=("1mbit", "100mbit"), losses=(0.0,), mb=4.0, iters=1, timeout_s=25)
     first, second = run_sweep(settings)
     assert first.error is not None
-    assert first.error.startswith("not done after 25 s")
+    assert first.error.startswith("timed out after 25 s")
     assert (second.error, len(second.results)) == (None, 2)
 
 
@@ -355,7 +355,7 @@ def test_ctrl_c_keeps_the_points_that_were_measured(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     shown, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert errors == "interrupted: all ranks are ended\n"
+    assert errors == "interrupted: all ranks were stopped\n"
     assert "all-reduce under real loss" in shown
     data = json.loads(out.read_text())
     assert 1 <= len(data["points"]) < data["conditions"]["points_asked"] == 6

@@ -1,4 +1,4 @@
-"""MPI beside the other backends: in the same processes, which mpirun starts; where it is missing, that is said."""
+"""MPI beside the other backends, in processes started by mpirun; without MPI, an error names the packages."""
 
 import os
 import signal
@@ -122,7 +122,7 @@ def test_a_rank_under_mpirun_that_fails_or_dies_is_named_and_takes_the_others_wi
         run_ranks_by_mpi(fail_on_one, 2, timeout_s=60)
     with pytest.raises(RankFailed, match=r"^rank [01]: ended without a result$") as caught:
         run_ranks_by_mpi(die_on_one, 2, timeout_s=60)
-    assert "signal 9" in caught.value.details  # mpirun's words
+    assert "signal 9" in caught.value.details  # mpirun's output
     assert mpi_ranks() == []
 
 

@@ -1,4 +1,4 @@
-"""The suite of `make bench`: its commands exist, its parts can be chosen, and the README tells what its files say."""
+"""The suite of `make bench`: its commands exist, its parts can be chosen, and the README quotes its results."""
 
 import os
 import shlex
@@ -36,7 +36,7 @@ def test_a_part_that_fails_or_cannot_run_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", str(tmp_path))  # no mpirun
     code, text = call("bench", "all", "--only", "mpi", "--out", str(tmp_path / "out"))
     assert code == 0
-    assert "mpi is left out: this machine has mpi only where Open MPI and mpi4py are" in text
+    assert "mpi is skipped: this machine has mpi only where Open MPI and mpi4py are" in text
     assert os.listdir(tmp_path / "out") == []
     code, text = call("bench", "all", "--only", "tea")
     assert (code, "--only" in text) == (2, True)

@@ -1,4 +1,4 @@
-"""What `stormtorch chaos` prints and draws, from histories made up for it; and what it refuses."""
+"""What `stormtorch chaos` prints and draws, from made-up histories; and its errors."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_verdict_is_the_last_line_and_names_what_was_violated() -> None:
         show_chaos(report(), console, kept=None)
     assert shown.get().splitlines()[-1] == (
         "passed: 4 faults in 0.3 minutes, 199 steps, all 2 invariants held, validation loss +1.0% against the "
-        "undisturbed run"
+        "run without faults"
     )
     broken = replace(report(), checks=[Check("no hang", ("at 3.0 s [h2] stood still",)), Check("no split", ())])
     with console.capture() as shown:

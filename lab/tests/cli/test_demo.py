@@ -1,4 +1,4 @@
-"""The demo: what it shows on the way, what it writes, and what it leaves behind."""
+"""The demo: progress, results, and no processes left."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`stormtorch simulate`: what it refuses, what it makes of what was typed, what it prints and writes."""
+"""`stormtorch simulate`: errors, parsing of options, output and files."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def typed(**options: Any) -> LossModel:
     return replace(settings, network=network.model()).loss_model()
 
 
-# --- what was typed ---------------------------------------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------------------------------------
 
 
 def test_help_answers_without_torch_and_lists_what_exists() -> None:
@@ -86,10 +86,10 @@ def test_help_answers_without_torch_and_lists_what_exists() -> None:
         (("--loss", "0", "--burst", "4"), "--burst", "needs a --loss"),
         (("--loss", "0.9", "--burst", "2"), "--burst", "too short"),
         (("--burst", "5ms"), "--burst", "must be a number of packets, got '5ms': virtual workers have no clock"),
-        (("--trace", "FILE", "--per-link", "FILE"), "--per-link", "cannot stand beside --trace"),
-        (("--trace", "FILE", "--burst", "4"), "--burst", "cannot stand beside --trace"),
-        (("--trace", "FILE", "--loss", "0.1"), "--loss", "cannot stand beside --trace"),
-        (("--per-link", "FILE", "--shared", "0.1"), "--shared", "cannot stand beside --per-link"),
+        (("--trace", "FILE", "--per-link", "FILE"), "--per-link", "cannot be combined with --trace"),
+        (("--trace", "FILE", "--burst", "4"), "--burst", "cannot be combined with --trace"),
+        (("--trace", "FILE", "--loss", "0.1"), "--loss", "cannot be combined with --trace"),
+        (("--per-link", "FILE", "--shared", "0.1"), "--shared", "cannot be combined with --per-link"),
         (("--per-link", "FILE", "--burst", "4"), "--burst", "needs a --loss beside --per-link"),
         (("--trace", "/nowhere"), "--trace", "/nowhere"),
         (("--trace", "FILE"), "--trace", "cannot be used"),
@@ -177,7 +177,7 @@ def test_options_become_one_network(tmp_path: Path) -> None:
     assert caught.value.name == "per_link"
 
 
-# --- what came of it --------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def shown(report: SimReport) -> str:
@@ -266,7 +266,7 @@ def test_networks_have_names() -> None:
     assert network_text(PerLink()) == "0 % loss"
     late = Stragglers(chance=0.1, network=PerLink(default=Bernoulli(p=0.1), links={(0, 1): Bernoulli(p=0.5)}))
     assert network_text(late) == (
-        "1 link of its own, 10 % loss on the others, 10 % of the workers late in each exchange"
+        "1 link with its own loss, 10 % loss on the others, 10 % of the workers late in each exchange"
     )
 
 
@@ -294,7 +294,7 @@ def test_chunks_of_another_size_are_cut_anew() -> None:
 def test_a_link_that_loses_everything_cannot_keep_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stormtorch_lab.simulation.arrivals.repair._PATIENCE", 20)
     dead = PerLink(links={(0, 1): Bernoulli(p=1.0)})
-    with pytest.raises(BadSetting, match="cannot be met: the network loses all") as caught:
+    with pytest.raises(BadSetting, match="cannot be met: some link loses all") as caught:
         run_simulations(replace(SETTINGS, policies=("lead",), network=dead, budget=0.1))
     assert caught.value.name == "budget"
 
@@ -324,7 +324,7 @@ def test_the_command_prints_a_table_and_writes_all_files(tmp_path: Path) -> None
     code, text = call("simulate", *SMALL, "--checkpoint", str(tmp_path / "run"))
     assert code == 2
     assert "--checkpoint" in text
-    assert "is of other settings" in text
+    assert "belongs to other settings" in text
 
 
 def test_pictures_and_other_optimizers_are_simulated() -> None:

@@ -1,4 +1,4 @@
-"""What stormtorch says of the lab's commands and names where the lab is not installed."""
+"""Errors for the lab's commands and names if the lab is not installed."""
 
 import pytest
 import typer

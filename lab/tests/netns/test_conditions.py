@@ -1,4 +1,4 @@
-"""What may be asked of a lab, and what nft and tc are told. No lab is needed."""
+"""Conditions of a lab, and the commands for nft and tc. No lab is needed."""
 
 import json
 from pathlib import Path
@@ -154,7 +154,7 @@ def test_wrong_file_of_links_is_refused(tmp_path: Path, data: Any) -> None:
         read_per_link(_file(tmp_path, data), Conditions(), 3)
 
 
-# --- what the kernel is told ------------------------------------------------------------------------------------------
+# --- commands for the kernel ------------------------------------------------------------------------------------------
 
 
 def test_drawn_loss_is_exactly_what_was_asked() -> None:
@@ -193,7 +193,7 @@ def test_delay_in_the_kernel_comes_before_the_rate() -> None:
     assert "parent 9: handle 1: tbf" in rate
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- texts ------------------------------------------------------------------------------------------------------------
 
 
 def test_measured_loss_and_overflow_are_shares_of_what_was_sent() -> None:

@@ -1,4 +1,4 @@
-"""The doctor in labs whose faults are known: it must name them all, and nothing where nothing is wrong."""
+"""The doctor in labs with known faults: it must diagnose all of them, and nothing without faults."""
 
 import json
 import subprocess
@@ -58,7 +58,7 @@ def test_a_bad_host_is_named_and_its_losses_are_kept_for_replay(lab: Callable[..
     found = examine(reach(network, tmp_path), names(3), "--seconds", "6", "--capture", str(kept))
     assert (found.code, found.problems()) == (1, [("loss", (2,))]), found.text
     assert "the fault is at h2" in found.text
-    # The lab says what it lost on purpose, of these packets and of few others.
+    # The lab's loss counters cover mostly these packets.
     lost = {(link.source, link.target): link.lost / link.seen for link in network.measured().links}
     links = read_links(kept, 3)
     for link in ((0, 2), (2, 0), (1, 2), (2, 1)):
@@ -96,7 +96,7 @@ def test_a_blocked_port_and_a_translated_address_are_named(lab: Callable[..., La
     found = examine(reach(network, tmp_path), names(3), "--seconds", "3", "--port", "29500")
     assert found.problems() == [("UDP blocked", (2,))], found.text
     assert ("NAT", [1]) in [(each["subject"], each["ranks"]) for each in found.report["findings"]]
-    assert "UDP to port 29500 of h2 is blocked, while TCP comes through" in found.text
+    assert "UDP to port 29500 of h2 is blocked, but TCP gets through" in found.text
     assert "others see 198.18.0.200" in found.text
 
 
@@ -108,7 +108,7 @@ def test_a_capture_replays_in_the_lab_and_in_the_simulator(lab: Callable[..., La
     replayed = lab(2, read_per_link(kept, Conditions(seed=9), 2), probe=False)
     second = examine(reach(replayed, tmp_path), names(2), "--seconds", "4")
     for before, after in zip(first.report["measured"]["links"], second.report["measured"]["links"], strict=True):
-        assert before["loss"] == pytest.approx(0.15, abs=0.06)  # bursts make it vary
+        assert before["loss"] == pytest.approx(0.15, abs=0.06)  # it varies with the bursts
         assert after["loss"] == pytest.approx(before["loss"], abs=0.03)
         assert after["burst"] == pytest.approx(before["burst"], rel=0.2)
     out = tmp_path / "simulated.json"

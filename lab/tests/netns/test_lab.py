@@ -1,4 +1,4 @@
-"""Labs with real packets: what the network does to them is what was asked."""
+"""Labs with real packets: the network has the requested conditions."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ def output_of(network: Lab, words: list[str], per_node: int = 1) -> tuple[list[i
 
 
 def with_rates(make: MakeLab, hosts: int, **conditions: Any) -> Lab:
-    """A lab whose probe was not kept from filling the lines by whatever else the machine did."""
+    """A lab whose probe filled the links in spite of other load on the machine."""
     for _ in range(5):
         network = make(hosts, **conditions)
         asked = network.conditions.line(0).up_bits
@@ -57,7 +57,7 @@ def with_rates(make: MakeLab, hosts: int, **conditions: Any) -> Lab:
         if min(rates) > 0.9 * asked:
             return network
         network.close()
-    pytest.fail(f"five probes did not fill lines of {asked} bit/s: {rates}")
+    pytest.fail(f"five probes did not fill links of {asked} bit/s: {rates}")
 
 
 def test_every_rank_has_torchruns_variables_and_its_own_host(lab: MakeLab) -> None:
@@ -89,7 +89,7 @@ def test_random_loss_is_what_was_asked_and_what_is_reported(lab: MakeLab) -> Non
     sent = 20_000
     arrived = exchanged(network, 0, 1, sent, pause_s=0)
     link = next(link for link in network.measured().links if (link.source, link.target) == (0, 1))
-    # Four standard deviations of a binomial; and nothing but the lab may lose.
+    # Four standard deviations of a binomial; only the lab may lose packets.
     assert abs(sent - len(arrived) - 0.1 * sent) < 4 * (sent * 0.09) ** 0.5
     assert (link.seen, link.lost) == (sent, sent - len(arrived))
 
@@ -144,10 +144,10 @@ def test_rate_is_measured_and_overflow_is_counted(lab: MakeLab) -> None:
     network = with_rates(lab, 2, rate="50mbit", queue="32kb")
     measured = network.measured()
     assert all(seconds < 0.02 for seconds in measured.round_trips_s)
-    assert measured.overflow == 0.0  # the probe's own does not count
+    assert measured.overflow == 0.0  # the probe's overflow is not counted
     arrived = exchanged(network, 0, 1, 2000, pause_s=0, size=1472)
     overflowed = {(line.host, line.direction): line.overflowed for line in network.measured().lines}
-    # Socket, queue or line: whatever did not arrive met a full queue of the lab.
+    # All packets that did not arrive found a full queue of the lab.
     assert overflowed[0, "up"] + overflowed[1, "down"] == 2000 - len(arrived)
 
 
@@ -202,7 +202,7 @@ def test_management_network_loses_nothing(lab: MakeLab) -> None:
 
 @pytest.mark.thorough
 def test_tcp_uses_the_congestion_control_that_was_asked(lab: MakeLab) -> None:
-    # One of them is not allowed to namespaces on a machine whose own is the other.
+    # Namespaces may use only one of them on a machine whose default is the other.
     for name in ("cubic", "bbr"):
         if name not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
             continue

@@ -1,4 +1,4 @@
-"""Labs whose bursts of loss last some time."""
+"""Labs with bursts of loss by time."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from stormtorch_lab.netns.measured import LinkCount, Measured
 from stormtorch_lab.netns.per_link import read_per_link
 
 MakeLab = Callable[..., Lab]
-# Sends so many pairs of numbered datagrams, and sleeps behind each pair.
+# Sends pairs of numbered datagrams, and sleeps after each pair.
 PAIRS = """
 import socket, sys, time
 sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -48,7 +48,7 @@ def test_a_burst_takes_neighbours_and_is_over_after_a_silence(lab: MakeLab) -> N
     lost = [not first for first, _ in fates]
     assert 0.25 * pairs < sum(lost) < 0.75 * pairs  # six standard deviations
     again = sum(lost[i] and lost[i + 1] for i in range(pairs - 1))
-    assert again < 0.8 * sum(lost)  # within the burst it would be nearly all
+    assert again < 0.8 * sum(lost)  # within a burst it would be nearly all
     measured = network.measured()
     link = next(link for link in measured.links if (link.source, link.target) == (0, 1))
     assert (link.seen, link.lost) == (2 * pairs, 2 * pairs - len(arrived))

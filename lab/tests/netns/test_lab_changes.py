@@ -1,4 +1,4 @@
-"""Trainings in whose midst the network becomes another: new ports, queues of seconds, a smaller MTU beside parity."""
+"""Trainings during changes of the network: new ports, queues of seconds, a smaller MTU with parity."""
 
 import sys
 import time
@@ -38,7 +38,7 @@ while time.monotonic() < begin + seconds:
 def train_on(
     member: Member, options: Options, policy: BoundedDrift, steps: int, changes: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Trains a small model, and asks for a change before some steps."""
+    """Trains a small model, and requests a change before some steps."""
     torch.set_num_threads(1)
     with connect(member.store, member.rank, member.world, options) as transport:
         torch.manual_seed(member.rank)
@@ -125,7 +125,7 @@ def test_an_mtu_that_falls_beside_parity_and_lanes_costs_the_parity_alone(lab: M
         if where == "host":
             network.holders[1].run(["ip", "link", "set", "eth0", "mtu", "1200"])
         else:
-            network.set(mtu=1200)  # larger packets vanish without an answer
+            network.set(mtu=1200)  # larger packets are dropped without an ICMP error
         return True
 
     options = Options(interface="eth0", lanes=2)

@@ -1,4 +1,4 @@
-"""Labs whose lines prefer some packets: those of low priority wait, and are dropped first."""
+"""Labs with traffic classes: packets of low priority wait, and are dropped first."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from stormtorch_lab.netns.links.kernel_network import shape
 from stormtorch_lab.netns.measured import AccessLinkCount, Measured
 
 MakeLab = Callable[..., Lab]
-# Sends datagrams of 1,400 bytes with a DSCP at so many bits per second, for so many seconds.
+# Sends datagrams of 1,400 bytes with a DSCP, at a rate in bits per second, for some seconds.
 FLOOD = """
 import socket, sys, time
 target, (port, dscp), (rate, seconds) = sys.argv[1], map(int, sys.argv[2:4]), map(float, sys.argv[4:6])
@@ -26,7 +26,7 @@ while (now := time.monotonic() - begin) < seconds:
     else:
         time.sleep(0.001)
 """
-# Counts bytes that arrive at two ports within so many seconds.
+# Counts bytes that arrive at two ports within some seconds.
 COUNT = """
 import select, socket, sys, time
 socks = []
@@ -68,7 +68,7 @@ def test_low_priority_waits_for_others_and_takes_what_is_free(lab: MakeLab) -> N
     network = lab(2, rate="20mbit", low_share=0.1, low_queue="32kb", probe=False)
     assert "htb" in network.kind
     alone = shares(network, plain=0.0, low=30.0)
-    assert 16.0 < alone[1] < 20.0, "it has the line to itself"
+    assert 16.0 < alone[1] < 20.0, "it has the link to itself"
     before = network.measured()
     plain, low = shares(network, plain=30.0, low=30.0)
     assert 14.0 < plain < 19.0

@@ -35,7 +35,7 @@ def arrivals(network: Lab, links: list[tuple[int, int]], size: int = 100) -> set
     came = set()
     for link, receiver in receivers.items():
         time.sleep(0.05)
-        # A receiver to which nothing came waits for its first datagram.
+        # A receiver without any datagram still waits for the first.
         network.signal(receiver, signal.SIGINT)
         assert receiver.stdout is not None
         if receiver.stdout.readline() not in ("", "[]\n"):
@@ -108,7 +108,7 @@ def test_signals_reach_the_command_and_not_the_program_that_entered_the_host(lab
     assert talks()
     network.signal(process, signal.SIGKILL)
     assert process.wait(5) in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    network.signal(process, signal.SIGKILL)  # it is gone: nothing happens
+    network.signal(process, signal.SIGKILL)  # it has ended: nothing happens
     process.stdout.close()
 
 

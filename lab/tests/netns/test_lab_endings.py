@@ -1,4 +1,4 @@
-"""However a lab ends, nothing is left; and its command line."""
+"""Labs end without remains, also when killed; and the command line of labs."""
 
 import json
 import os
@@ -24,7 +24,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A registry of this test's own: other labs on the machine are not its business."""
+    """A registry of this test only, without other labs of the machine."""
     lab_or_skip()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path
@@ -140,7 +140,7 @@ def test_owner_that_is_killed_takes_everything_with_it(start: Start) -> None:
     assert vanish(own)
     cleaned = run("clean")
     assert "removed entry of lab" in cleaned.stdout
-    assert run("clean").stdout == "nothing was left\n"
+    assert run("clean").stdout == "nothing to remove\n"
 
 
 @pytest.mark.thorough
@@ -158,7 +158,7 @@ def test_host_that_is_killed_ends_alone(home: Path) -> None:
         os.kill(network.holders[1].pid, signal.SIGKILL)
         assert others[1].wait(10) != 0
         assert others[0].poll() is None and others[2].poll() is None
-        # What is left can still be changed and measured.
+        # The remaining hosts can still be changed and measured.
         network.set(loss=0.5)
         assert network.measured().links
     for process in others:
@@ -209,7 +209,7 @@ def test_worst_status_and_measured_conditions_are_kept(home: Path) -> None:
     assert "rank 1: 3" in done.stderr
     data = json.loads(path.read_text())
     assert data["requested"]["loss"] == 0.1
-    # Whether the lines could be filled is the machine's affair, see test_lab.py.
+    # Whether the links are filled depends on the machine, see test_lab.py.
     rates = data["measured"]["rates_bits_per_s"]
     assert len(rates) == 2 and 0 < min(rates) <= max(rates) < 115e6
     assert data["statuses"] == [0, 3]

@@ -1,4 +1,4 @@
-"""The engine on real networks: it finds the rate, keeps queues short, repairs, adapts and shares."""
+"""Congestion control and retransmission on real networks: rate, short queues, repair, adaptation, fairness."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.lab
 def reduce_often(
     member: Member, elements: int, rounds: int, reliability: Reliability, ask_before: int = -1
 ) -> tuple[list[float], list[float], list[bytes]]:
-    """Times, shares that arrived, and results of some all-reduces."""
+    """Times, received fractions, and results of some all-reduces."""
     options = Options(interface=member.interface, silence_s=5.0)
     with connect(member.store, member.rank, member.world, options) as transport:
         group = Group(transport)
@@ -130,7 +130,7 @@ def test_host_that_is_cut_off_for_a_while_delays_but_breaks_nothing(lab: MakeLab
 
 @pytest.mark.slow
 def test_time_between_exchanges_is_not_lost(lab: MakeLab) -> None:
-    """What was learned of the line is kept over a pause: the exchange after it is as fast as the one before."""
+    """The estimated rate survives a pause: the next exchange is as fast as the one before."""
     network = lab(2, rate="100mbit", management=True, probe=False)
     logs = run_ranks(pause_between, 2, (500_000,), timeout_s=60, lab=network)
     times = [max(each) for each in zip(*logs, strict=True)]

@@ -1,4 +1,4 @@
-"""Paths of the lab that carry less than the job's datagrams: a host's MTU falls while ranks talk or train."""
+"""Path MTU discovery: a host's MTU falls below the size of datagrams while ranks communicate or train."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def set_mtu(network: Lab, host: int, mtu: int) -> None:
 
 
 def reduce_on(member: Member, reliability: Reliability, options: Options, rounds: int) -> list[dict[str, float]]:
-    """All-reduces before and after a change that rank 0 asks for; what each took and brought."""
+    """All-reduces before and after a change requested by rank 0; times and results."""
     rows = []
     with connect(member.store, member.rank, member.world, options) as transport:
         group = Group(transport)
@@ -66,7 +66,7 @@ def test_exact_sums_go_on_within_seconds_when_a_hosts_mtu_falls(lab: MakeLab, kn
     assert max(row["time_s"] for log in logs for row in log) < 5.0
     assert logs[0][2]["path_bytes"] > 1172
     assert logs[1][-1]["path_bytes"] == 1152
-    if "delay" not in knobs:  # the relay hands a host more than its interface would send
+    if "delay" not in knobs:  # the relay delivers packets larger than the interface would send
         assert logs[0][-1]["path_bytes"] == 1152
     assert logs[2][-1]["path_bytes"] > 1172
 
@@ -80,7 +80,7 @@ def test_path_that_becomes_wide_again_is_used_so_and_lossy_sums_lose_nothing_on_
         set_mtu(network, 1, 1500)
         return True
 
-    # The ranks agree on what passes the narrow interface unless they are told better.
+    # By default, the ranks agree on the MTU of the narrow interface.
     options = Options(interface="eth0", datagram_bytes=1472)
     logs = run_ranks(reduce_on, 2, (LOSSY, options, 60), timeout_s=60, on_message=widen, lab=network)
     assert logs[0][2]["path_bytes"] == logs[1][2]["path_bytes"] == 1152
@@ -98,13 +98,13 @@ def test_host_that_answers_but_gets_no_data_is_named(lab: MakeLab) -> None:
         return True
 
     options = Options(interface="eth0", silence_s=3.0)
-    # Whichever rank fails first: the one that waited says for how long, the one it told says who gave up and why.
+    # Any rank may fail first: the one that waited reports the time, the notified one reports the rank and the cause.
     with pytest.raises(RankFailed, match=r"rank \d answers, but no data (reached it for 3 s|reaches it)"):
         run_ranks(reduce_on, 2, (EXACT, options, 12), timeout_s=60, on_message=shut, lab=network)
 
 
 def train_on(member: Member, steps: int) -> tuple[list[float], float]:
-    """Steps of a prepared model: when each ended, and what of the parameters arrived in the end."""
+    """Steps of a prepared model: their times, and the received fraction of the parameters."""
     options = Options(interface="eth0")
     with connect(member.store, member.rank, member.world, options) as transport:
         torch.manual_seed(member.rank)

@@ -1,4 +1,4 @@
-"""torchrun across hosts whose network loses packets: the command that docs/frameworks.md shows, as it stands there."""
+"""torchrun across hosts whose network loses packets: the command in docs/frameworks.md, verbatim."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_torchrun_trains_on_four_hosts_through_real_loss(tmp_path: Path) -> None
     assert accuracy > 80
     told = json.loads(log.read_text(encoding="utf-8"))
     assert told["statuses"] == [0, 0, 0, 0]
-    # The rendezvous is elsewhere, so all that the links saw is storm's; every link lost some of it.
+    # The rendezvous uses the management network, so all packets are storm's; every link lost some.
     links = told["measured"]["links"]
     assert len(links) == 12 and all(link["seen"] > 300 and link["lost"] > 0 for link in links), links
     assert told["measured"]["loss"] == pytest.approx(0.1, abs=0.02)

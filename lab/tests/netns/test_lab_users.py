@@ -1,4 +1,4 @@
-"""Labs of people who are not root."""
+"""Labs of unprivileged users."""
 
 import ctypes
 import multiprocessing
@@ -21,7 +21,7 @@ _PR_SET_DUMPABLE = 4
 
 
 def _become(user: int, home: str) -> None:
-    """Makes this process another user's, for good."""
+    """Switches this process to another user, permanently."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -91,7 +91,7 @@ def test_an_ordinary_user_has_named_hosts_whose_network_loses() -> None:
 
 
 def test_a_trial_names_what_a_lab_cannot_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # A step that fails only once the hosts are there, as writing a host's name did for everybody but root.
+    # A step that fails after the hosts exist, such as setting the host name without root.
     fails = tmp_path / "hostname"
     fails.write_text("#!/bin/sh\necho 'hostname: you must be root' >&2; exit 1\n")
     fails.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Labs with delay, which the native relay makes where the kernel has no netem."""
+"""Labs with delay by the native relay, if the kernel has no netem."""
 
 import os
 import signal
@@ -93,7 +93,7 @@ def test_relay_that_dies_is_noticed_and_nothing_is_left(lab: MakeLab) -> None:
 
 @pytest.mark.thorough
 def test_four_hosts_carry_200_mbit_each(lab: MakeLab) -> None:
-    """In both directions at once, each to its neighbour: what the probe does."""
+    """In both directions at once, each to its neighbour, as the probe does."""
     network = lab(4, rate="200mbit", delay="5ms")
     assert max(network.measured().rates_bits) < 1.15 * 200e6
     # By the processor's time that it needed: a busy machine gives it less, but it must do with one core.

@@ -1,4 +1,4 @@
-"""ADEL's deadlines, as a session or a simulation asks for them."""
+"""ADEL's deadlines, as used by a session or a simulation."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Models with noise and masks: what an owner sees of one rank, and of all of them together."""
+"""Models with noise and masks: visible to an owner: noise for one rank, the mean for all."""
 
 import math
 import pickle
@@ -28,7 +28,7 @@ def rank_of(index: int, *, round_: int = 3, ranks: int = RANKS) -> Memory:
 
 
 def met(policy: LightDp) -> list[LightDp]:
-    """A policy on each of several ranks, in processes of their own, that have met."""
+    """A policy on each of several ranks, in separate processes, after their key exchange."""
     each = [replace(policy) for _ in range(RANKS)]
     told = [one.meet(rank_of(index)) for index, one in enumerate(each)]
     for index, one in enumerate(each):
@@ -96,7 +96,7 @@ def test_virtual_workers_with_masks_learn_as_without_where_nothing_is_lost() -> 
         ]
 
     assert curve(0.0, mask=5.0) == pytest.approx(curve(0.0), abs=1e-3)
-    assert max(curve(0.3, mask=5.0)[1:]) > 2.0 * max(curve(0.3)[1:])  # masks whose other half is lost stay in the mean
+    assert max(curve(0.3, mask=5.0)[1:]) > 2.0 * max(curve(0.3)[1:])  # masks whose counterpart is lost stay in the mean
 
 
 def test_without_meeting_there_are_no_masks_and_an_error_says_so() -> None:

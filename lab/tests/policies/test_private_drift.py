@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Gradients with noise: as much as was asked for, fresh and secret, and none without noise."""
+"""Noise on gradients: of the requested size, fresh and secret; none at zero."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Pairwise masks: both ends have the same, they cancel out, and what is missing leaves noise that theory knows."""
+"""Pairwise masks: equal at both ends, cancelling in the sum, with the predicted noise if uploads are missing."""
 
 import math
 

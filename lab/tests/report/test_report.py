@@ -1,4 +1,4 @@
-"""Pages of results: what they say, that they ask nobody for anything, and that hostile text stays text."""
+"""Pages of results: contents, no network requests, and escaping of hostile text."""
 
 import copy
 import csv
@@ -231,10 +231,10 @@ def test_without_a_lab_the_verdict_says_that_tcp_was_spared() -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("", "no JSON"),
-        ("{", "no JSON"),
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
         ("[1]", "holds no results"),
-        ("{}", "of a kind that is known"),
+        ("{}", "of a known kind"),
         ('{"results": [{"policy": "lead"}], "settings": {}}', "lacks something that `train` writes"),
         ('{"points": 3}', "lacks something that `bench sweep` writes"),
     ],
@@ -274,7 +274,7 @@ def test_the_command_writes_page_tables_and_pictures(tmp_path: Path) -> None:
     (name,) = [each for each in tables.iterdir() if "seconds" in each.name]
     with name.open() as file:
         rows = list(csv.reader(file))
-    # Whoever made no step has no curve.
+    # A backend without a step has no curve.
     kept = [each for each in json.loads(source.read_text())["results"] if len(each["losses"]) > 1]
     assert rows[0][1:] == ["seconds of training", "validation loss, nats per byte"]
     assert len(rows) == 1 + sum(len(each["losses"]) for each in kept)

@@ -356,7 +356,7 @@ def test_what_travels_in_fewer_bits_is_rounded_and_the_owners_values_are_not() -
         ("batches must be tensors with 2 workers .* got \\(5, 3, 4\\)", {"batches": lambda *_: torch.ones(5, 3, 4)}),
         ("batches must be tensors with 2 workers .* got NoneType", {"batches": lambda *_: (torch.ones(2, 3, 4), None)}),
         ("model must have a parameter", {"model": nn.ReLU()}),
-        ("model must learn float32 parameters, but weight is torch.float64", {"model": nn.Linear(4, 4).double()}),
+        ("model must have float32 parameters to train, but weight is", {"model": nn.Linear(4, 4).double()}),
     ],
 )
 def test_a_model_loss_or_batch_that_does_not_fit_is_refused_by_name(

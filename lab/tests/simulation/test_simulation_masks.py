@@ -29,7 +29,7 @@ TRACE = "10011000001"
 
 
 def one_link(network: LossModel, chunks: int, exchanges: int, seed: int = 1) -> list[Tensor]:
-    """What link (0, 1) loses of each exchange."""
+    """Losses of link (0, 1) in each exchange."""
     masks = Masks(network, 2, owners(0, chunks), seed, CPU)
     return [~masks.up()[0] for _ in range(exchanges)]
 

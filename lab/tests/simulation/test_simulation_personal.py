@@ -36,7 +36,7 @@ class Net(nn.Module):
         norm = nn.BatchNorm1d if statistics else nn.LayerNorm
         self.body = nn.Sequential(nn.Linear(8, 12), norm(12), nn.Tanh())
         self.head = nn.Sequential(norm(12), nn.Linear(12, 6))
-        self.spare = nn.Parameter(torch.ones(3))  # nobody uses it
+        self.spare = nn.Parameter(torch.ones(3))  # unused
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.body(given))
@@ -221,7 +221,7 @@ def test_a_simulation_goes_on_with_each_workers_own_part_and_optimizer_state(pol
     with pytest.raises(KeyboardInterrupt):
         parted(Net(), adamw, **settings, checkpoint=tmp_path / "state", advance=stop)
     model = Net()
-    with pytest.raises(ValueError, match="is of another simulation: its elements is"):
+    with pytest.raises(ValueError, match="belongs to another simulation: its elements is"):
         parted(model, adamw, **settings | {"personal": [model.head[1]]}, checkpoint=tmp_path / "state")
     parted(model, adamw, **settings, checkpoint=tmp_path / "state")
     for worker in range(WORLD):
@@ -301,7 +301,7 @@ def test_what_cannot_be_personal_is_refused() -> None:
     model = Net()
     with pytest.raises(TypeError, match=r"personal\[0\] must be a module or a parameter, got str"):
         Workers()(model, personal=["head"])
-    with pytest.raises(ValueError, match=r"personal\[1\] is no part of the model"):
+    with pytest.raises(ValueError, match=r"personal\[1\] is not part of the model"):
         Workers()(model, personal=[model.head, nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="model must have a parameter with requires_grad that is not personal"):
         Workers()(model, personal=[model])

@@ -1,4 +1,4 @@
-"""Parity in simulations: what it brings back, what it costs, and what leads make of it."""
+"""Forward error correction in simulations: recovered chunks, cost, and effect on the lead."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.pure
 
 STEPS = 8
 PER_CHUNK = _engine.chunk_bytes(DATAGRAM_BYTES, False) // 4
-# Whole chunks for every owner, and a multiple of the 16 elements that real shards begin at: both cut alike.
+# Whole chunks for every owner, and aligned to the 16 elements of real shards: both partition alike.
 CHUNKS_EACH = 16
 COUNT = WORLD * CHUNKS_EACH * PER_CHUNK
 REAL: dict[str, Any] = {"options": Options(datagram_bytes=DATAGRAM_BYTES)}
@@ -42,7 +42,7 @@ def targets(rank: int, step: int) -> torch.Tensor:
 
 
 class Distance(nn.Module):
-    """Its gradient depends on the replica: who computes on another one than it should is found out."""
+    """Its gradient depends on the replica, which detects computation on a wrong one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def distance(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Seen:
-    """Of one rank: what arrived of whom in each exchange."""
+    """Arrival masks of one rank, by peer and exchange."""
 
     up: list[dict[int, torch.Tensor]] = field(default_factory=list)
     down: list[dict[int, torch.Tensor]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Seen:
 
 
 def record(links: ArrivalCounts, into: list[dict[int, torch.Tensor]]) -> None:
-    """Notes the masks of every exchange that these links count."""
+    """Records the masks of every exchange that these links count."""
     count = links.add
 
     def add(group: Any, arrival: ExchangeResult, *, stage: int = 0) -> None:
@@ -97,7 +97,7 @@ def on_real_ranks(policy: Policy, make: MakeOptimizer, loss: float, seed: int) -
 
 
 class Replayed:
-    """Stands in for `Masks`: the network does again what it did to real ranks."""
+    """Replaces `Masks` by the recorded arrivals of real ranks."""
 
     def __init__(self, seen: list[Seen], network: object, workers: int, owner_C: torch.Tensor, *rest: object) -> None:
         self.workers, self.owner_C, self.device = workers, owner_C, owner_C.device
@@ -124,7 +124,7 @@ class Replayed:
 def replay(
     policy: Policy, make: MakeOptimizer, seen: list[Seen], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What owners have in the end, and what each worker has."""
+    """Final parameters of the owners and of each worker."""
     made = keep_trainings(monkeypatch)
     monkeypatch.setattr(exchanges, "Masks", functools.partial(Replayed, seen))
     task: dict[str, Any] = {"objective": distance, "data": targets, "policy": policy, "at_once": 3}

@@ -1,4 +1,4 @@
-"""What virtual workers have: versions and ages give every replica, and each policy keeps what it says it keeps."""
+"""Replicas of virtual workers: versions and ages give every replica, and each policy keeps its promises."""
 
 import itertools
 from typing import Any
@@ -213,7 +213,7 @@ def test_the_guard_stays_while_repaired_gradients_show_no_loss() -> None:
 
 
 def test_the_guard_heeds_what_arrives_at_a_worker_and_not_what_one_of_them_sends() -> None:
-    """Of one sender, 90 % are lost: of what anybody gets that is 30 %, and the guard lets go when the rest is good."""
+    """Of one sender, 90 % are lost: 30 % of what a worker receives; the guard stops when the rest arrives."""
     bad = {(0, target): Bernoulli(p=0.9) for target in range(1, 4)}
     network = PerLink(default=Bernoulli(p=0.0), links=bad)
     rows = list(ledger_of(BoundedDrift(guard=0.4), 40, network=network))
@@ -256,7 +256,7 @@ def test_horvitz_and_thompson_are_right_on_average_where_one_sender_is_bad() -> 
 
 @pytest.mark.parametrize("weights", ["mean", "horvitz-thompson"])
 def test_what_is_lost_does_no_harm_though_it_is_infinite(weights: Any) -> None:
-    """Nothing of worker 3 arrives anywhere, so only what it owns itself is spoiled."""
+    """No chunk of worker 3 arrives, so only its own shard is affected."""
     dead = PerLink(default=Bernoulli(p=0.0), links={(3, target): Bernoulli(p=1.0) for target in range(3)})
     infinite: Data = lambda rank, step: torch.full((1,), torch.inf if rank == 3 else -1.0)  # noqa: E731
     policy = BoundedDrift(weights=weights, guard=None)

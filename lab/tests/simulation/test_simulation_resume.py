@@ -1,4 +1,4 @@
-"""Simulations that are interrupted: whoever goes on from a state comes to the same bits as whoever was left alone."""
+"""Checkpoints of simulations: a resumed one is bit-identical to an uninterrupted one."""
 
 import json
 import logging
@@ -222,7 +222,7 @@ def test_a_full_disk_keeps_the_last_whole_state_and_ends_nothing(
     assert list(tmp_path.iterdir()) == [state]
     said = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert said and all(each.startswith(f"cannot write checkpoint {state}: ") for each in said)
-    assert all(each.endswith("; the one before it stays") for each in said)
+    assert all(each.endswith("; the previous one is kept") for each in said)
     told: list[int] = []
     found = full(checkpoint=state, advance=lambda spot: told.append(spot.step))
     assert told[0] == 3
@@ -248,7 +248,7 @@ def test_results_that_a_full_disk_does_not_take_are_still_told(
     assert all(json.loads(line) for line in steps.read_text().splitlines())  # no half a row
     said = "\n".join(each.getMessage() for each in caplog.records)
     assert "cannot write to" in said and "it lacks all rows of lead, seed 0" in said
-    assert "lead-0.json" in said and "the same command would compute it again" in said
+    assert "lead-0.json" in said and "repeating the command will compute it again" in said
 
 
 class Hostile:
@@ -309,7 +309,7 @@ def test_trainings_that_are_done_are_not_repeated(tmp_path: Path) -> None:
     found = run_simulations(SMALL, lambda _, done: again.append(done), tmp_path)
     assert (told, again) == ([1, 2, 3, 4, 5, 6], [7, 8])
     assert [result.curve for result in found.results] == [result.curve for result in run_simulations(SMALL).results]
-    # More seeds and policies may be asked for; what is there is taken, with its times.
+    # More seeds and policies may be requested; existing results are reused, with their times.
     more = replace(SMALL, policies=("lead", "plain"))
     third = run_simulations(more, checkpoints=tmp_path)
     assert third.of("lead") == found.of("lead")
@@ -334,7 +334,7 @@ def test_checkpoints_of_other_settings_are_refused_by_what_differs(tmp_path: Pat
     (tmp_path / "lead-0.json").write_text("{}")
     with pytest.raises(BadSetting, match=r"holds lead-0\.json, which cannot be read"):
         run_simulations(SMALL, checkpoints=tmp_path)
-    with pytest.raises(BadSetting, match="--ledger must be asked for from the beginning"):
+    with pytest.raises(BadSetting, match="--ledger must be given from the first run on"):
         run_simulations(SMALL, checkpoints=tmp_path, ledger=tmp_path / "steps.jsonl")
 
 
@@ -378,9 +378,9 @@ def test_ctrl_c_tells_how_to_go_on_and_exits_with_130(kept: bool, tmp_path: Path
         process.wait()
     assert (process.returncode, output) == (130, "")
     if kept:
-        # A busy machine may have had the time to tell how far it is.
-        last = f"interrupted: the same command goes on from here: what is done is in {folder}"
+        # On a busy machine, progress may also have been printed.
+        last = f"interrupted: the same command resumes from the checkpoint in {folder}"
         assert errors.splitlines()[-1] == last
         assert {each.name for each in folder.iterdir()} == {"settings.json", "lossless-0.pt"}
     else:
-        assert "with --checkpoint DIR the same command would go on" in errors
+        assert "with --checkpoint DIR the same command can resume" in errors

@@ -1,4 +1,4 @@
-"""Virtual workers whose backward is cut off at a deadline: who delivers what, and what SALF and ADEL make of it."""
+"""Virtual workers whose backward is cut off at a deadline: arrivals, and unbiased steps under SALF and ADEL."""
 
 import math
 from typing import Any
@@ -73,7 +73,7 @@ def test_where_nobody_is_late_it_is_plain_training_bit_for_bit(policy: OwnerPoli
 
 
 def moved(policy: OwnerPolicy, steps: int) -> torch.Tensor:
-    """How far each of four parts goes under gradients of 1, as a part of what it would go if nobody were late."""
+    """How far each of four parts goes under gradients of 1, as a part of that without stragglers."""
     masks, memory = (
         Masks(SlowBackward(part_s=1.0, parts=4), 4, torch.arange(4), 1, "cpu"),
         MemoryStore(4, torch.device("cpu")),

@@ -1,4 +1,4 @@
-"""What theory says of lag, drift, gradients and mixing, against simulations whose updates are as theory has them.
+"""Theory of lag, drift, gradients and mixing, against simulations that meet its assumptions.
 
 Updates are independent: the loss is linear, so its gradient is the data, and plain descent at rate 1 applies it.
 Intervals of 3 % are wide for what is averaged here and narrow for any other formula.

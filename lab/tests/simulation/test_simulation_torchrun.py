@@ -1,4 +1,4 @@
-"""Virtual workers split over the processes of torchrun: the same results as of one process, told once."""
+"""Virtual workers split over the processes of torchrun: the same results as in one process, printed once."""
 
 import json
 import os
@@ -109,7 +109,7 @@ def test_ctrl_c_saves_the_same_step_of_all_processes(tmp_path: Path) -> None:
     os.close(screen)
     assert interrupted, shown
     assert process.wait(timeout=10) != 0
-    assert shown.count("interrupted: the same command goes on from here") == 1, shown
+    assert shown.count("interrupted: the same command resumes from the checkpoint") == 1, shown
     kept = sorted(each.name for each in (tmp_path / "run").iterdir())
     assert kept == ["lead-0.pt.0", "lead-0.pt.1", "settings.json"]
     out = tmp_path / "resumed.json"

@@ -30,13 +30,13 @@ RANKS, STEPS, SEEDS = 4, 60, 3
 LOSSES = (0.1, 0.3)
 SETTINGS = LmSettings(ranks=RANKS, steps=STEPS, batch=4, context=32, layers=1, width=64, lr=3e-3)
 POLICY = BoundedDrift(guard=None, drift_samples=4096)
-# Steps from which on copies no longer know of each other, at these losses.
+# Number of steps after which copies are independent, at these losses.
 APART = 6
 
 
 @dataclass
 class Trained:
-    """What is compared."""
+    """Compared values."""
 
     curve: list[float]
     """Training loss, mean over the ranks."""
@@ -76,14 +76,14 @@ def train(rank: int, group: Group, task: Task, seed: int) -> Trained:
         optimizer.zero_grad()
         curve.append(float(found.detach()))
     with stormtorch.exact(model):
-        pass  # all ranks are done: who leaves first must not spare the others a part of the loss
+        pass  # barrier: no rank leaves before all are done, or the others would see less loss
     rows = list(optimizer.ledger)  # type: ignore[attr-defined]  # given by prepare
-    drift = [row.pair_drift for row in rows[1:]]  # told with the next gradients
+    drift = [row.pair_drift for row in rows[1:]]  # reported with the next gradients
     return Trained(curve, drift, [Counter(row.lag) for row in rows], mean([row.arrived for row in rows]))
 
 
 def together(ranks: list[Trained]) -> Trained:
-    """What all ranks of a training saw."""
+    """Results of all ranks of a training."""
     return Trained(
         [mean(list(each)) for each in zip(*(rank.curve for rank in ranks), strict=True)],
         [mean(list(each)) for each in zip(*(rank.pair_drift for rank in ranks), strict=True)],

@@ -1,4 +1,4 @@
-"""Faults as they are done to real processes of a lab. These train nothing, so that only what is done can stop them."""
+"""Faults injected into real processes of a lab; these do not train, so that only faults can stop them."""
 
 import sys
 import time

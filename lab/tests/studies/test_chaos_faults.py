@@ -1,4 +1,4 @@
-"""Schedules of faults: drawn from a seed, never more at once than a majority survives."""
+"""Schedules of faults: drawn from a seed, always leaving a quorum."""
 
 import itertools
 from collections import Counter
@@ -24,7 +24,7 @@ def test_schedule_depends_on_its_arguments_alone() -> None:
     assert schedule(hosts=5, minutes=3, seed=1) == first
     assert schedule(hosts=5, minutes=3, seed=2) != first
     assert schedule(hosts=4, minutes=3, seed=1) != first
-    # Another machine must come to the same: these are the first faults of that seed.
+    # Must be the same on all machines: the first faults of that seed.
     assert [fault.description for fault in first[:3]] == ["outage", "partition h0", "pause h1"]
 
 

@@ -1,4 +1,4 @@
-"""Checks of a run, on histories made up for them: each violation is found, and what is right passes."""
+"""Invariants of chaos, on made-up histories: each violation is found, and correct runs pass."""
 
 import json
 from collections.abc import Iterable
@@ -75,7 +75,7 @@ def test_a_run_in_which_all_is_right_passes() -> None:
 def test_a_training_that_stands_still_is_a_hang_unless_there_is_an_outage() -> None:
     steps = without(range(20, 41))  # nothing from 9.5 s to 20.5 s
     process_logs = [end(process_log(host, steps)) for host in range(HOSTS)]
-    stands = {"no hang", "every host that was struck comes back"}
+    stands = {"no hang", "every affected host comes back"}
     assert violated(run_of(*process_logs, struck=[struck("pause", 9.5, 10, 1)])) == stands
     assert violated(run_of(*process_logs, struck=[struck("outage", 9.6, 18)])) == set()
     assert violated(run_of(*process_logs, struck=[struck("outage", 9.6, 12)])) == stands
@@ -90,7 +90,7 @@ def test_a_training_that_ends_too_early_is_a_hang() -> None:
 def test_a_host_that_stays_away_is_missed() -> None:
     process_logs = [end(process_log(0)), end(process_log(1)), end(process_log(2, without(range(20, 60))))]
     cut = struck("cut", 9.6, 12, 2)
-    assert violated(run_of(*process_logs, struck=[cut])) == {"every host that was struck comes back"}
+    assert violated(run_of(*process_logs, struck=[cut])) == {"every affected host comes back"}
     # Struck again before its time was over: it is not missed yet.
     assert violated(run_of(*process_logs, struck=[cut, struck("kill", 14, 27, 2)])) == set()
     assert violated(run_of(*process_logs, struck=[cut], patience_s=20.0)) == set()
@@ -98,9 +98,7 @@ def test_a_host_that_stays_away_is_missed() -> None:
 
 def test_after_an_outage_all_hosts_come_back() -> None:
     process_logs = [end(process_log(0)), end(process_log(1)), end(process_log(2, without(range(20, 60))))]
-    assert violated(run_of(*process_logs, struck=[struck("outage", 9.6, 12)])) == {
-        "every host that was struck comes back"
-    }
+    assert violated(run_of(*process_logs, struck=[struck("outage", 9.6, 12)])) == {"every affected host comes back"}
     # Another fault holds it back: that one has a time of its own.
     held = struck("pause", 9, 29, 2)
     assert violated(run_of(*process_logs, struck=[held, struck("storm", 9.6, 12)])) == set()
@@ -108,13 +106,14 @@ def test_after_an_outage_all_hosts_come_back() -> None:
 
 def test_a_further_host_must_come_in_before_it_leaves() -> None:
     joins = struck("join", 10, 30, 3)
-    assert "every host that was struck comes back" in violated(run_of(*whole(), struck=[joins]))
+    assert "every affected host comes back" in violated(run_of(*whole(), struck=[joins]))
     came = process_log(3, range(24, 60), view=None, members=[0, 1, 2, 3])
     assert violated(run_of(*whole(), came, struck=[joins])) == set()
 
 
 def test_a_process_that_ends_by_itself_is_found() -> None:
-    assert violated(run_of(*whole(), ended=[ProcessExit(1, 10.0, 1, "OSError: gone")])) == {"no process ends by itself"}
+    run = run_of(*whole(), ended=[ProcessExit(1, 10.0, 1, "OSError: gone")])
+    assert violated(run) == {"no process exits by itself"}
 
 
 def test_two_sides_that_both_train_are_a_split_with_and_without_numbers() -> None:
@@ -123,7 +122,7 @@ def test_two_sides_that_both_train_are_a_split_with_and_without_numbers() -> Non
             end(process_log(0, view=numbers[0], since=None, members=[0])),
             *(end(process_log(host, view=numbers[1], since=None, members=[1, 2])) for host in (1, 2)),
         ]
-        assert violated(run_of(*process_logs)) == {"no split"}
+        assert violated(run_of(*process_logs)) == {"no split brain"}
 
 
 def test_two_sides_at_different_steps_of_the_same_time_are_a_split() -> None:
@@ -142,11 +141,11 @@ def test_one_number_with_two_lists_of_members_is_found() -> None:
 
 def test_a_rank_that_acts_in_a_view_without_itself_is_found() -> None:
     process_logs = [end(process_log(host, members=[0, 1])) for host in range(HOSTS)]
-    assert violated(run_of(*process_logs)) == {"nobody acts on a view that it is not in"}
+    assert violated(run_of(*process_logs)) == {"no rank acts on a view of which it is not a member"}
 
 
 def test_a_rank_that_acts_on_an_old_view_is_found() -> None:
-    for late, found in ((52, {"nobody acts on a view after the next one has begun"}), (51, set())):
+    for late, found in ((52, {"no rank acts on a view after the next one has begun"}), (51, set())):
         process_logs = whole()
         for each in process_logs:
             each.steps = [
@@ -162,7 +161,7 @@ def test_a_rank_that_acts_on_an_old_view_is_found() -> None:
 def test_one_wrong_bit_in_exact_parameters_is_found() -> None:
     process_logs = whole()
     process_logs[1].digests[40] = "other"
-    assert violated(run_of(*process_logs)) == {"exact parameters have the same bits everywhere"}
+    assert violated(run_of(*process_logs)) == {"exact parameters are bit-identical on all ranks"}
 
 
 def test_exact_parameters_that_were_refused_are_no_violation() -> None:
@@ -175,11 +174,11 @@ def test_exact_parameters_that_were_refused_are_no_violation() -> None:
 def test_steps_that_fall_are_found() -> None:
     process_logs = whole()
     process_logs[0].steps[30] = process_logs[0].steps[30]._replace(step=20)
-    assert violated(run_of(*process_logs)) == {"steps only rise"}
+    assert violated(run_of(*process_logs)) == {"step numbers only rise"}
 
 
 def test_a_host_that_does_not_come_to_the_end_or_to_another_is_found() -> None:
-    name = "all hosts end at the same step, with the same bits"
+    name = "all hosts end at the same step, bit-identical"
     assert violated(run_of(*whole()[:2], process_log(2))) == {name}
     assert violated(run_of(*whole()[:2])) == {name}
     assert name in violated(run_of(*whole()[:2], end(process_log(2), digest="other")))
@@ -188,7 +187,7 @@ def test_a_host_that_does_not_come_to_the_end_or_to_another_is_found() -> None:
 def test_a_host_that_ends_with_another_loss_scale_is_found() -> None:
     process_logs = whole()
     process_logs[1].scale = 1024.0
-    assert violated(run_of(*process_logs)) == {"all hosts end at the same step, with the same bits"}
+    assert violated(run_of(*process_logs)) == {"all hosts end at the same step, bit-identical"}
 
 
 def test_a_standby_that_is_not_equal_to_its_owner_is_found() -> None:
@@ -206,11 +205,11 @@ def test_a_standby_that_is_not_equal_to_its_owner_is_found() -> None:
         ([1, 7], "values of the second model and state of the second model"),
     ):
         process_logs[2].shards[1] = followed
-        assert invariants.different_standbys(run_of(*process_logs)) == [f"h2 follows h1 with other {what}"]
+        assert invariants.different_standbys(run_of(*process_logs)) == [f"h2 is standby of h1 with other {what}"]
 
 
 def test_a_loss_that_is_too_high_is_found_and_a_lower_one_is_not() -> None:
-    name = "the loss is within 2% of the undisturbed run's"
+    name = "the loss is within 2% of that without faults"
     for loss, found in ((2.039, set()), (2.05, {name}), (1.5, set()), (float("nan"), {name})):
         assert violated(run_of(*(end(process_log(host), loss) for host in range(HOSTS)))) == found
     assert violated(run_of(*whole(), undisturbed=None)) == set()

@@ -1,4 +1,4 @@
-"""The training script of chaos: when it ends, what it says of views, and bits that it tells apart."""
+"""The training script of chaos: its end, its views, and its digests."""
 
 import functools
 import json

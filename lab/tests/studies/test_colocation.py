@@ -1,4 +1,4 @@
-"""A training and a service on the same lines, in virtual time."""
+"""A training and a service on the same links, in virtual time."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`stormtorch train`: what it refuses, and very short trainings of two ranks."""
+"""`stormtorch train`: errors, and very short trainings of two ranks."""
 
 import io
 import json
@@ -252,5 +252,5 @@ def test_every_policy_of_a_file_trains_ranks_by_its_name() -> None:
     assert [result.policy for result in report.results] == list(named())
     for result in report.results:
         assert result.val_loss < math.log(256), f"{result.policy} is worse than guessing a byte"
-        # What is sent again arrives, and of the few datagrams of sparse messages all may.
+        # Retransmissions arrive, and all of the few datagrams of sparse messages may.
         assert result.arrived < 1.0 or result.policy in ("qsdp", "sparse-diloco"), result.policy

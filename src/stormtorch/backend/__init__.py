@@ -1,7 +1,7 @@
 """Backend "storm" of torch.distributed: `dist.init_process_group("storm")`.
 
-torch calls `register` (entry point "torch.backends") when it is imported, in every process. So this module imports as
-little as it can, and the rest when the first group is made.
+torch calls `register` (entry point "torch.backends") on import, in every process. So this module imports as little as
+possible, and the rest when the first group is made.
 """
 
 import os
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def use_as_default(*, cuda: bool = False) -> None:
-    """Makes storm the backend that torch.distributed uses where a program names none.
+    """Makes storm the default backend of torch.distributed, for programs that name none.
 
     Call it before anything asks torch for its default: `init_process_group()`, `init_device_mesh` or
     `get_default_backend_for_device`. The environment variable STORM_DEFAULT_BACKEND does the same for programs that

@@ -1,8 +1,8 @@
-"""Receives without a source, which take whichever message arrives first, and their order with other receives.
+"""Receives from any source (`recv` without `src`): they take the message that arrives first.
 
-The engine receives from a named sender only. A receive without a source therefore posts a receive from every other
-rank. Those that it does not use stay posted for the next receives from the same sender and tag, which must have the
-same number of bytes.
+The engine receives from a named sender only, so a receive from any source posts one from every other rank. Those that
+it does not use stay posted for the next receives from the same sender and tag, which must have the same number of
+bytes.
 """
 
 import threading
@@ -16,20 +16,20 @@ from stormtorch.collectives import Group, Pending, receive
 from stormtorch.errors import ExchangeTimeout, SizeMismatch
 
 _POLL_S = 100e-6
-# Posted receives may be used much later: the time-out of the receive that takes the message counts, not theirs.
+# A posted receive may be used much later: the timeout of the receive that takes the message applies, not its own.
 _FOREVER_S = 1e6
 Posted = tuple[Pending, torch.Tensor]
 
 
 class AnySourceReceives:
-    """Receives of one group. They keep the order of each sender's messages."""
+    """Posted receives of one group, which keep the order of each sender's messages."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._posted: defaultdict[tuple[int, int], deque[Posted]] = defaultdict(deque)
-        """Receives that wait for a user, by source and tag."""
+        """Posted receives that no call has taken yet, by source and tag."""
         self._open: defaultdict[int, int] = defaultdict(int)
-        """Number of receives without a source that still lack a message, by tag."""
+        """Number of receives from any source that still lack a message, by tag."""
         self._lock = threading.Lock()
 
     def from_source(self, out: torch.Tensor, source: int, tag: int, timeout_s: float) -> "Pending | PostedReceive":
@@ -41,12 +41,12 @@ class AnySourceReceives:
         where = f"rank {self._group.rank}: recv"
         if posted[1].nbytes != out.nbytes:
             raise SizeMismatch(
-                f"{where}: expects {out.nbytes} bytes from rank {source} with tag {tag}, but an earlier receive "
-                f"without a source has asked that rank for {posted[1].nbytes}. Use another tag where sizes differ."
+                f"{where}: expects {out.nbytes} bytes from rank {source} with tag {tag}, but an earlier receive from "
+                f"any source has posted one of {posted[1].nbytes} bytes. Use another tag for messages of another size."
             )
         return PostedReceive(
             lambda: source if _take(posted, out) else None,
-            f"{where}: nothing came from rank {source} with tag {tag}",
+            f"{where}: nothing received from rank {source} with tag {tag}",
             timeout_s,
         )
 
@@ -56,7 +56,7 @@ class AnySourceReceives:
             self._open[tag] += 1
             self._post(out, tag)
         return PostedReceive(
-            lambda: self._first(out, tag), f"rank {self._group.rank}: recv: nobody sent with tag {tag}", timeout_s
+            lambda: self._first(out, tag), f"rank {self._group.rank}: recv: no rank sent with tag {tag}", timeout_s
         )
 
     def _post(self, out: torch.Tensor, tag: int) -> None:
@@ -80,7 +80,7 @@ class AnySourceReceives:
 
 
 class PostedReceive:
-    """Receive that takes the message of a receive posted before. Behaves like a `Pending`."""
+    """Receive that takes the message of an earlier posted receive. Behaves like a `Pending`."""
 
     exchanges = 1
 
@@ -92,14 +92,14 @@ class PostedReceive:
         self.ended = False
 
     def done(self) -> bool:
-        """Asks whether it has ended, well or not, so that `wait` would not block."""
+        """Whether it has ended, well or not, so that `wait` would not block."""
         try:
             return self._look() or time.monotonic() >= self._give_up_at
         except Exception:
             return True  # `wait` will raise the error again
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Blocks until the message has arrived or a time-out, this one or the receive's own, is over."""
+        """Blocks until the message has arrived, or until `timeout_s` or the receive's own timeout has passed."""
         begin = time.monotonic()
         give_up_at = self._give_up_at if timeout_s is None else min(begin + timeout_s, self._give_up_at)
         while not self._look():

@@ -1,4 +1,4 @@
-"""Keeps torch.compile from tracing into a process group: it must call the methods as they are."""
+"""Keeps torch.compile from tracing into a process group, whose methods it must call as they are."""
 
 import functools
 import sys

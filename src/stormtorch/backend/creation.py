@@ -1,5 +1,5 @@
 # mypy: disable-error-code="attr-defined"
-"""Creates process groups. All groups of a job share one transport: one socket, one thread, one view of the network."""
+"""Creates process groups (communicators). All groups of a job share one transport, with its sockets and threads."""
 
 import dataclasses
 import math
@@ -22,13 +22,13 @@ INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
 """Environment variable with the interface or address to use if the options name none, like GLOO_SOCKET_IFNAME."""
 
 INTERFACES_VARIABLE = "STORM_INTERFACES"
-"""Environment variable with several interfaces or addresses to use together, divided by commas."""
+"""Environment variable with several interfaces or addresses to use together, separated by commas."""
 
 PRIORITY_VARIABLE = "STORM_PRIORITY"
 """Environment variable with the priority of jobs that give no options: normal, low or both."""
 
 REJOIN_VARIABLE = "STORM_REJOIN"
-"""Environment variable that says "auto" or "1" if groups are to rejoin although the options do not say so."""
+"""Environment variable: "auto" or "1" sets `rejoin` of groups whose options do not."""
 
 
 class SharedTransport:
@@ -36,7 +36,7 @@ class SharedTransport:
 
     Args:
         transport: The transport that they share.
-        timeout_limit_s: Longest time for a collective, from the options; torch's own time-outs may only be shorter.
+        timeout_limit_s: Longest time for a collective, from the options; torch's own timeouts may only be shorter.
     """
 
     def __init__(self, transport: UdpTransport, timeout_limit_s: float) -> None:
@@ -46,14 +46,14 @@ class SharedTransport:
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Counts one more group."""
+        """Adds a group."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """Counts one group less; the last one tells the peers and closes the transport."""
+        """Drops one group; the last one sends a goodbye and closes the transport."""
         if self.transport.inherited:
-            # Close this forked copy without telling the peers. Take no lock: a thread of the parent may have held it.
+            # Close this forked copy without a goodbye. Take no lock: a thread of the parent may have held it.
             self._close(None)
             return
         with self._lock:
@@ -64,7 +64,7 @@ class SharedTransport:
             self._close(None)
 
     def abort(self) -> None:
-        """Closes the transport and ends whatever runs on it, without waiting for peers, which may be dead."""
+        """Closes the transport and ends all operations on it, without waiting for peers, which may be dead."""
         self._close(0.0)
 
     def _close(self, linger_s: float | None) -> None:
@@ -81,7 +81,7 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
     """Creates a process group for torch.distributed.
 
     Args:
-        how: Store, rank, size, time-out and name, from torch.
+        how: Store, rank, size, timeout and name, from torch.
         options: The caller's `pg_options`: a `stormtorch.Options`, or None.
     """
     global _job
@@ -90,12 +90,12 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
     priority = _priority_alone(options, shared)
     own_options = options is not None and priority is None
     if shared is None or not members or own_options or max(members) >= shared.transport.world:
-        # The first group, or one with its own options, gets its own transport, whose ranks are the group's.
+        # The first group, or one with its own options, gets a new transport, whose ranks are the group's.
         transport = _connect(how.store, how.group_rank, how.group_size, options, how.timeout.total_seconds())
         shared = SharedTransport(transport, math.inf if options is None else options.timeout_s)
         if not members:
             _job = shared  # later groups name their members by ranks of this one
-            transport.name = how.group_id  # processes that join later make the group of all by this name
+            transport.name = how.group_id  # late joiners make the group of all ranks by this name
         members = list(range(how.group_size))
     group = Group(shared.transport, members, name=how.group_id, priority=priority)
     return StormProcessGroup(
@@ -104,7 +104,7 @@ def create(how: _DistributedBackendOptions, options: Any) -> StormProcessGroup:
 
 
 def _priority_alone(options: Any, shared: SharedTransport | None) -> Priority | None:
-    """Returns the priority that a group asks for, if it asks for nothing else and the job has both."""
+    """Returns the priority in a group's options, if they set nothing else and the job has both priorities."""
     if shared is None or not isinstance(options, Options) or not shared.transport.options.has_low_lane:
         return None
     if options.priority == "both" or dataclasses.replace(options, priority="normal") != Options():
@@ -115,7 +115,7 @@ def _priority_alone(options: Any, shared: SharedTransport | None) -> Priority | 
 def _connect(store: Store, rank: int, size: int, options: Any, timeout_s: float) -> UdpTransport:
     rejoin = _rejoin(options)
     if rejoin == "auto":
-        prefix = "storm/auto"  # `connect` counts generations itself
+        prefix = "storm/auto"  # `connect` numbers the generations itself
     elif rejoin:
         prefix = f"storm/{_generation_of_others(store, rank, size)}"
     else:
@@ -161,7 +161,7 @@ def _generation_of_others(store: Store, rank: int, size: int) -> int:
     counters = [f"generation/{peer}" for peer in range(size) if peer != rank]
     generation = max((int(store.get(each)) for each in counters if store.check([each])), default=0)
     if generation == 0:
-        raise ValueError(f"rank {rank}: there is no job to rejoin in this store; is it the store that the others use?")
+        raise ValueError(f"rank {rank}: there is no job to rejoin in this store: is it the store that the others use?")
     return generation
 
 

@@ -1,7 +1,7 @@
-"""Flight record: the last operations of a group, written to a file when one of them fails.
+"""Flight recorder: writes the last operations of a group to a file when one of them fails.
 
-`stormtorch postmortem` compares the files of all ranks. With STORM_FLIGHT_DIR, a rank that ends with any error writes
-one, so that the rank that caused the failure of the others is seldom the one that is missing.
+`stormtorch postmortem` compares the files of all ranks. With STORM_FLIGHT_DIR, a rank writes one after any error, so
+that the file of the rank that caused the failure is seldom missing.
 """
 
 import json
@@ -24,7 +24,7 @@ from stormtorch.errors import StormError
 from stormtorch.folders import FLIGHTS, FLIGHTS_VARIABLE, flights_folder, write_new
 
 VERSION = 3
-"""Number of the file's layout."""
+"""Version of the file's layout."""
 _LENGTH = 256
 _MOST_SHAPES = 8
 _PAIRS = ("send", "recv")
@@ -58,7 +58,7 @@ class FlightRecorder:
             what: Name of the operation.
             sequence: Number of the operation in its group, from 1.
             results: Tensors that hold the results.
-            inputs: Tensors that are given; None if they are the results.
+            inputs: Input tensors; None if they are the results.
             peer: The other rank of a send or a receive, in the group.
         """
         given = results if inputs is None else inputs
@@ -72,7 +72,7 @@ class FlightRecorder:
             "started": time.time(),
         }
         if what in _PAIRS:
-            # Ranks send and receive as often as they like: only collectives have the same number on all.
+            # Only collectives have the same number on all ranks: sends and receives differ.
             record["peer"] = peer
         else:
             self._collectives += 1
@@ -93,7 +93,7 @@ class FlightRecorder:
         return list(self._records)
 
     def _closing(self, why: str) -> None:
-        """Called before the transport is closed: a rank that ends with an error of its own is worth a record, too."""
+        """Called before the transport is closed: writes the record if the rank ends with an error of its own."""
         if why not in ("done", "left") and self._records and FLIGHTS_VARIABLE in os.environ:
             self._dump(why)
 
@@ -130,5 +130,5 @@ class FlightRecorder:
 def _folder() -> Path:
     try:
         return flights_folder()
-    except PermissionError:  # somebody else has taken its name
+    except PermissionError:  # another user has a folder of that name
         return Path(tempfile.mkdtemp(prefix=f"{FLIGHTS}-"))

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="override, assignment, attr-defined, misc"
-"""Identity of a process group: names, rank, size, and the features that torch asks about."""
+"""Identity of a process group: name, rank, size, timeout, and the features that torch queries."""
 
 from datetime import timedelta
 
@@ -11,7 +11,7 @@ from stormtorch.collectives import Group
 
 
 class Identity(dist.ProcessGroup):
-    """Part of a process group that holds its names, rank, size and time-out."""
+    """Part of a process group that holds its name, rank, size and timeout."""
 
     def __init__(self, group: Group, store: Store, timeout: timedelta, timeout_limit_s: float) -> None:
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # declared with a store, but created without one
@@ -97,25 +97,25 @@ class Identity(dist.ProcessGroup):
 
     @property
     def supports_time_estimate(self) -> bool:
-        """False: nothing estimates how long a collective would take."""
+        """False: storm does not estimate how long a collective takes."""
         return False
 
     @property
     def supports_tensor_alloc(self) -> bool:
-        """False: tensors need no memory of the backend's own."""
+        """False: tensors need no special memory."""
         return False
 
     def get_group_store(self) -> Store:
-        """Returns the store in which the group's ranks met."""
+        """Returns the store of the group's rendezvous."""
         return self._store
 
     @property
     def timeout_s(self) -> float:
-        """Time-out of collectives that are given none, in seconds."""
+        """Default timeout of collectives, in seconds."""
         return self._timeout_s
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time-out of collectives that are given none; the options' `timeout_s` counts if it is shorter."""
+        """Sets the default timeout of collectives; the options' `timeout_s` applies if it is shorter."""
         self._timeout_s = min(timeout.total_seconds(), self._timeout_limit_s)
 
     _set_default_timeout = set_timeout

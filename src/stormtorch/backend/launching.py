@@ -1,5 +1,5 @@
 # mypy: disable-error-code="override, assignment, attr-defined"
-"""Start and end of a process group's work: what all calls of torch.distributed have in common."""
+"""Launch of a process group's collectives, in order, and its shutdown: what all torch.distributed calls share."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -40,27 +40,27 @@ def reduce_operation(requested: Any) -> Op:
         if requested == theirs:
             return ours
     raise RuntimeError(
-        f"storm: the reduce operation {requested} is not supported; use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or "
-        "PREMUL_SUM"
+        f"storm: the reduce operation {requested} is not supported; use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR "
+        "or PREMUL_SUM"
     )
 
 
 def factor_of(opts: Any) -> Any:
-    """Returns what PREMUL_SUM, as FSDP asks for, multiplies by before it adds up; None for other operations."""
+    """Returns the factor of PREMUL_SUM, which FSDP uses; None for other operations."""
     requested: Any = getattr(opts, "reduceOp", opts)
     return requested.__getstate__()[1] if opts is not None and requested == dist.ReduceOp.PREMUL_SUM else None
 
 
 @torch.no_grad()
 def multiplied(tensors: Tensors, opts: Any) -> Tensors:
-    """Returns what is to be added up, in other memory if it is multiplied before."""
+    """Returns the tensors times the factor of PREMUL_SUM, in new memory; the tensors themselves without a factor."""
     factor = factor_of(opts)
     return tensors if factor is None else [each * factor for each in tensors]
 
 
 @torch.no_grad()
 def multiply(tensors: Tensors, opts: Any) -> None:
-    """Multiplies tensors that are overwritten by their sums."""
+    """Multiplies tensors by the factor of PREMUL_SUM in place."""
     factor = factor_of(opts)
     if factor is not None:
         for each in tensors:
@@ -68,7 +68,7 @@ def multiply(tensors: Tensors, opts: Any) -> None:
 
 
 class _CoalescedWork:
-    """One work of several that were started together."""
+    """One of several collectives that were started together."""
 
     exchanges = 1
 
@@ -111,13 +111,13 @@ class Launching(Identity):
     # --- shutting down ----------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Leaves the job's transport; the last group to leave tells the peers and closes the socket."""
+        """Releases the job's transport; the last group to do so sends a goodbye and closes the socket."""
         if self._open:
             self._open = False
             self._leave()
 
     def abort(self) -> None:
-        """Ends whatever runs in all groups of the job: waiting calls raise `Closed`."""
+        """Ends all operations in all groups of the job: blocked calls raise `Closed`."""
         self._open = False
         self._close()
         if self.inherited:
@@ -126,7 +126,7 @@ class Launching(Identity):
 
     @property
     def inherited(self) -> bool:
-        """Whether this process was forked from the one that joined the job, so that it has no part in it."""
+        """Whether this process was forked from the one that joined the job, and so is not in the job."""
         return bool(getattr(self.group.transport, "inherited", False))
 
     def check_owner(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Futures whose value C++ can read.
+"""Futures whose value C++ can read, for DDP's built-in hook FP16_COMPRESS.
 
 A future made in Python holds a Python object, whatever its value. DDP's C++ reads such an object everywhere except in
 its built-in hook FP16_COMPRESS, which needs a C++ list of tensors. Only TorchScript can make a future that holds one
@@ -21,7 +21,7 @@ Future = torch.futures.Future[Tensors]
 
 
 def wanted(results: Sequence[torch.Tensor]) -> bool:
-    """Tells whether C++ called the method that calls this, with tensors such as the built-in hook has."""
+    """Whether the calling method was called from C++, with tensors as the built-in hook has them."""
     if not results or any(each.dtype is not torch.float16 for each in results):
         return False
     asked, caller = sys._getframe(1), sys._getframe(1).f_back

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="override, assignment, attr-defined"
 # torch declares these methods as overloads under two generations of names, and passes arguments by position.
-"""Process group "storm": turns calls of torch.distributed into collectives.
+"""Process group "storm": all-reduce, all-gather and the other collectives, as torch.distributed calls them.
 
 Methods have torch's names and arguments, old and new, as torch calls them from Python and from C++. Everything here is
 exact.
@@ -267,11 +267,11 @@ class StormProcessGroup(PointToPoint):
 
 
 def storm_group(group: Any, what: str) -> StormProcessGroup:
-    """Returns a group of ours.
+    """Returns a process group, checked to be of the backend storm.
 
     Args:
         group: A process group.
-        what: What asks for it, for the error.
+        what: The feature that needs it, for the error.
 
     Raises:
         TypeError: The group is of another backend.

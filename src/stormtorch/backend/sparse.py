@@ -1,4 +1,4 @@
-"""Sum of sparse tensors: every rank gathers all indices and values, of which ranks may have different numbers."""
+"""All-reduce of sparse tensors: every rank gathers all indices and values, whose numbers may differ by rank."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Conversion of users' tensors to those that collectives take: contiguous, on the CPU, one per rank."""
+"""Staging of users' tensors into those that collectives take: contiguous, on the CPU, one per rank."""
 
 import contextlib
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Collectives that an optimizer calls within its step are refused where each rank has another part of it.
+"""Rejects collectives that an optimizer calls within its step if its states are sharded over the ranks.
 
-They would mix what different ranks own, or never meet: ranks own different numbers of parameters.
+Such a collective would mix shards of different owners, or deadlock: ranks own different numbers of parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def begins(name: str, frame: FrameType) -> None:
 
     Args:
         name: Name of the optimizer.
-        frame: The call of the step. It has ended, perhaps by an exception, when it is no longer on the stack.
+        frame: Frame of the step. The step has ended, perhaps by an exception, when it is no longer on the stack.
     """
     _step.frame, _step.name = frame, name
 
@@ -41,7 +41,7 @@ def ends() -> None:
 
 
 def on_stack(sought: FrameType, frame: FrameType | None) -> bool:
-    """Returns whether a call is still under way, as seen from one that it may have led to."""
+    """Whether the frame `sought` is still on the stack that ends in `frame`."""
     while frame is not None and frame is not sought:
         frame = frame.f_back
     return frame is not None
@@ -49,7 +49,7 @@ def on_stack(sought: FrameType, frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def closure() -> Iterator[None]:
-    """Enters a context in which the step calls its closure, a part of the program: it may call what it likes."""
+    """Enters a context for the step's closure, which belongs to the program: it may call any collective."""
     before, _step.frame = _step.frame, None
     try:
         yield
@@ -82,7 +82,7 @@ def check(what: str) -> None:
         return
     raise CalledWithinStep(
         f"storm: {_step.name} has called {what} within its step, but prepare() has given each rank other parameters: "
-        "take the variant of the optimizer that is made for one process, or prepare it with "
+        "use the optimizer's variant for one process, or prepare it with "
         "policy=GradientAveraging(reliability=EXACT), under which every rank has the whole optimizer",
         what,
     )

@@ -1,4 +1,4 @@
-"""Collective under way, as torch.distributed sees it."""
+"""`Work` of torch.distributed: a started collective, its wait, its future and its error."""
 
 import contextlib
 import os
@@ -23,9 +23,9 @@ Begun = Sequence[StartedWork] | futures.Future[Sequence[StartedWork]]
 
 
 class StormWork(dist.Work):
-    """Exchanges of one call, and the copies that follow them.
+    """The exchanges of one collective, and the copies that follow them.
 
-    A thread that calls `wait` drives the engine. For a future, a background thread does.
+    The thread that calls `wait` starts one exchange after the other. For a future, a background thread does.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StormWork(dist.Work):
         self.what = what
         self._begun = begun
         self._results = list(results)
-        # The future's value is the same as gloo's: the results, or lists of them if the call was given lists of lists.
+        # The future's value is the same as gloo's: the results, or lists of them for a call with lists of lists.
         self._value: list[Any] = self._results if value is None else [list(each) for each in value]
         self.staged = staged
         self._finish = finish
@@ -58,7 +58,7 @@ class StormWork(dist.Work):
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the results are there.
+        """Blocks until the results have arrived.
 
         Raises:
             StormError: The collective failed; the message names rank, peer, operation and what is missing.
@@ -85,14 +85,15 @@ class StormWork(dist.Work):
         # Check before taking the lock: in a forked process, a thread of the parent may have held it.
         if os.getpid() != self._owner:
             raise Closed(
-                f"{self.what}: process {self._owner} began it and this process was forked from that one: wait there"
+                f"{self.what}: process {os.getpid()} was forked from process {self._owner}, which started this "
+                "collective: wait for it there"
             )
 
     def drive_in_background(self) -> None:
         """Starts a background wait if the collective makes several exchanges.
 
-        The next exchange starts only while somebody waits. Ranks may wait for two collectives in different orders;
-        without this, each would wait for one whose next exchange the other rank has yet to start.
+        The next exchange starts only while a thread waits. Ranks may wait for two collectives in different orders:
+        without this, each would wait for one whose next exchange the other has not started.
         """
         if isinstance(self._begun, futures.Future):
             self._begun.add_done_callback(lambda begun: None if begun.exception() else self._drive(begun.result()))
@@ -124,7 +125,7 @@ class StormWork(dist.Work):
                     self._finish()
         except TimeoutError as error:
             if seconds is not None and not (pending and all(each.ended for each in pending)):
-                # Only this wait took too long; the collective goes on.
+                # Only this wait timed out; the collective goes on.
                 raise ExchangeTimeout(str(error) or f"{self.what} has not begun after {seconds:g} s") from error
             self._end(error)
         except Exception as error:
@@ -139,7 +140,7 @@ class StormWork(dist.Work):
             self._on_end(error)
 
     def is_completed(self) -> bool:
-        """Asks whether the collective has ended, well or not. Never blocks."""
+        """Whether the collective has ended, well or not. Never blocks."""
         self._check_owner()
         if not self._lock.acquire(blocking=False):
             return False
@@ -152,7 +153,7 @@ class StormWork(dist.Work):
 
     @property
     def ended(self) -> bool:
-        """Whether the collective is already known to have ended, without asking the transport."""
+        """Whether the collective is already known to have ended, without polling the transport."""
         return self._done
 
     def _ended(self) -> bool:
@@ -167,7 +168,7 @@ class StormWork(dist.Work):
         return self._begun.exception() is not None or all(each.done() for each in self._begun.result())
 
     def is_success(self) -> bool:
-        """Asks whether the collective has ended without an error."""
+        """Whether the collective has ended without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Any:

@@ -1,4 +1,4 @@
-"""The command `stormtorch`: checks what was typed, shows progress and tables; the work is done elsewhere.
+"""The command `stormtorch`: checks arguments, shows progress and tables; other packages do the work.
 
-The only package that knows typer, rich and matplotlib; nothing imports it. Begin with `app.py`.
+The only package that imports typer, rich and matplotlib; no other package imports it. Begin with `app.py`.
 """

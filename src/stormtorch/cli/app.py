@@ -1,4 +1,4 @@
-"""The command `stormtorch` and its parts. They check what was typed, show progress and tables; others do the work."""
+"""The command `stormtorch`: assembles its subcommands, and those that other packages add."""
 
 from importlib.metadata import entry_points
 from typing import Annotated
@@ -46,10 +46,10 @@ def stormtorch(
     [bold]Examples[/bold]
 
       stormtorch demo                                         what it is for, in two minutes
-      stormtorch doctor node0 node1                           is the network between these hosts fit?
-      stormtorch lab run --loss 0.1 -- python train.py        your training on a network that loses
-      stormtorch watch runs/today --web                       what a job pays for its network
-      stormtorch simulate --workers 64 --loss 0.1             what loss will cost, before renting machines
+      stormtorch doctor node0 node1                           test the network between these hosts
+      stormtorch lab run --loss 0.1 -- python train.py        your training on a lossy network
+      stormtorch watch runs/today --web                       what the network costs a job
+      stormtorch simulate --workers 64 --loss 0.1             what loss would cost, before renting machines
 
     `stormtorch COMMAND --help` explains each of them.
     """
@@ -59,19 +59,19 @@ def stormtorch(
 def keygen() -> None:
     """Print a new job key, which seals the datagrams of a job.
 
-    It has 256 random bits, as hexadecimal digits. Every rank of a job must have the same one.
+    It has 256 random bits, as hexadecimal digits. Every rank of a job needs the same key.
 
     [bold]Examples[/bold]
 
       export STORM_KEY=$(stormtorch keygen)            for dist.init_process_group("storm")
-      stormtorch.Options(key=text.encode())            in a program, where text is what was printed
+      stormtorch.Options(key=text.encode())            in a program, with the printed key as text
     """
     from stormtorch.exchange.keys import new_key
 
     typer.echo(new_key())
 
 
-# Other distributions add commands of theirs.
+# Other packages, such as stormtorch-lab, add their commands.
 for _entry in entry_points(group="stormtorch.commands"):
     _entry.load()(app)
 

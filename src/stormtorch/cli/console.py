@@ -1,4 +1,4 @@
-"""Console of all commands: how errors look and which exit code they get, lists of values, files to be written."""
+"""Shared by all commands: error messages and exit codes, lists of values, checks and writing of output files."""
 
 import contextlib
 import os
@@ -16,8 +16,8 @@ from stormtorch.checks import BadSetting, CommandFailed
 
 @contextlib.contextmanager
 def friendly_errors(**arguments: str) -> Iterator[None]:
-    """Exits with 2 and the option for a bad value, with 1 and one message for a rank or a lab that failed, and with
-    130 for Ctrl-C. `arguments` are settings that are no options, as the usage writes them: `hosts="HOST"`.
+    """Turns errors into one message and an exit code: 2 for a bad value, with its option; 1 for a rank or lab that
+    failed; 130 for Ctrl-C. `arguments` names the settings that are positional arguments: `hosts="HOST"`.
     """
     try:
         yield
@@ -29,13 +29,13 @@ def friendly_errors(**arguments: str) -> Iterator[None]:
         _show(str(error), error.details)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
-        typer.echo("interrupted: all ranks are ended", err=True)
+        typer.echo("interrupted: all ranks were stopped", err=True)
         raise typer.Exit(130) from error
 
 
 @contextlib.contextmanager
 def handle_termination_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a lab as tidily as Ctrl-C does."""
+    """SIGTERM and SIGHUP exit through the cleanup handlers, as Ctrl-C does."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -69,7 +69,7 @@ def numbers(option: str, text: str) -> tuple[float, ...]:
 
 
 def check_outputs(json: Path | None, plot: Path | None = None) -> None:
-    """Raises a `BadSetting` for results that could not be written, before anything is measured."""
+    """Raises `BadSetting` if the results cannot be written, before anything is measured."""
     check_file("json", json)
     if plot is not None:
         from stormtorch.cli.plots import check_plot
@@ -79,10 +79,10 @@ def check_outputs(json: Path | None, plot: Path | None = None) -> None:
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Raises a `BadSetting` for a file that cannot be written, before minutes of work and not after them.
+    """Raises `BadSetting` if a file cannot be written, before minutes of work rather than after.
 
-    A file that exists is opened and left as it is; otherwise its folder must exist and take one. Asking for permissions
-    alone would not do: root has them all, also for a folder that takes no files.
+    An existing file is opened and not changed; otherwise a temporary file is made in its folder. Permission bits are
+    not enough: root passes every check, even for a folder that accepts no files.
     """
     if path is None:
         return
@@ -96,7 +96,7 @@ def check_file(option: str, path: Path | None) -> None:
             if not os.access(path, os.W_OK):
                 raise BadSetting(option, f"cannot write {path}: permission denied")
         elif not path.parent.is_dir():
-            raise BadSetting(option, f"there is no folder {path.parent}: make it first, or name another file")
+            raise BadSetting(option, f"there is no folder {path.parent}: create it, or name another file")
         else:
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
@@ -105,13 +105,13 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def save(write: Callable[[Path], None], path: Path | None) -> None:
-    """Writes a result where a file was asked for; a disk that has become full is one message and exit code 1.
+    """Writes a result if a path was given; a full disk is one message and exit code 1.
 
-    The file is whole or as it was before: it is written beside its place first.
+    The write is atomic: a temporary file beside the path, which then replaces it.
     """
     if path is None:
         return
-    # Pipes, links and files in a folder that takes no others are written in place.
+    # Pipes, links, and files in a folder that accepts no new ones are written in place.
     in_place = path.exists() and (not path.is_file() or path.is_symlink() or not os.access(path.parent, os.W_OK))
     beside = path if in_place else path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
@@ -127,7 +127,7 @@ def save(write: Callable[[Path], None], path: Path | None) -> None:
 
 
 def save_into(write: Callable[[Path], None], folder: Path | None) -> None:
-    """Writes several files into a folder if one was asked for; errors are those of `save`."""
+    """Writes several files into a folder if one was given; errors are those of `save`."""
     if folder is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""`stormtorch doctor`: checks what was typed, starts the examination, shows findings and advice; others do the work."""
+"""`stormtorch doctor`: checks arguments, starts the examination, shows the diagnoses and the advice."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ def doctor(
     hosts: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Hosts to examine, by ssh; localhost is this machine. None examines this machine alone.",
+            help="Hosts to examine, reached by ssh; localhost is this machine. Without hosts, only this machine.",
             metavar="HOST...",
         ),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="Time for all measurements together.", show_default="5.5 s for each round, at most 60 s"),
+        typer.Option(help="Total time of the measurements.", show_default="5.5 s for each round, at most 60 s"),
     ] = None,
     params_m: Annotated[
         float | None,
-        typer.Option(help="Millions of parameters of a model whose cost to predict.", rich_help_panel=_MODEL),
+        typer.Option(
+            help="Predict the communication cost of a model with this many million parameters.", rich_help_panel=_MODEL
+        ),
     ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Ranks of the training to predict.", show_default="those that were measured", rich_help_panel=_MODEL
+            help="Number of ranks for the prediction.", show_default="those that were measured", rich_help_panel=_MODEL
         ),
     ] = None,
     capture: Annotated[
         Path | None,
         typer.Option(
-            help="Keep the links' losses in this file, for `stormtorch lab run --per-link` and `stormtorch simulate "
-            "--per-link`.",
+            help="Write the loss of each link to this file, for `stormtorch lab run --per-link` and "
+            "`stormtorch simulate --per-link`.",
             dir_okay=False,
         ),
     ] = None,
@@ -57,38 +59,44 @@ def doctor(
         str | None,
         typer.Option(
             help="Interface or address to examine on every host.",
-            show_default="STORM_SOCKET_IFNAME, or the one that leads to the others",
+            show_default="STORM_SOCKET_IFNAME, or the one on the route to the other hosts",
             rich_help_panel=_HOSTS,
         ),
     ] = None,
-    port: Annotated[int, typer.Option(help="UDP port on every host; 0 takes a free one.", rich_help_panel=_HOSTS)] = 0,
+    port: Annotated[
+        int, typer.Option(help="UDP port on every host; 0 uses any free port.", rich_help_panel=_HOSTS)
+    ] = 0,
     python: Annotated[
-        str | None, typer.Option(help="Python on the hosts.", show_default="the same as here", rich_help_panel=_HOSTS)
+        str | None,
+        typer.Option(help="Path of Python on the hosts.", show_default="the same path as here", rich_help_panel=_HOSTS),
     ] = None,
     ssh: Annotated[
         str | None,
         typer.Option(
-            help="Command that runs a command line on a host.",
+            help="Command that runs a command on a host, as ssh does.",
             show_default="ssh -o BatchMode=yes -o ConnectTimeout=5",
             rich_help_panel=_HOSTS,
         ),
     ] = None,
     wait_s: Annotated[
-        float, typer.Option(help="Time within which all ranks must have come.", rich_help_panel=_HOSTS)
+        float, typer.Option(help="Seconds to wait for all ranks to report.", rich_help_panel=_HOSTS)
     ] = 30.0,
     receive_buffer_bytes: Annotated[
-        int, typer.Option(help="Receive buffer to ask the kernel for, as in Options.", rich_help_panel=_HOSTS)
+        int,
+        typer.Option(
+            help="Socket receive buffer to request, as Options(receive_buffer_bytes=...).", rich_help_panel=_HOSTS
+        ),
     ] = 8 << 20,
     rank: Annotated[int | None, typer.Option(hidden=True)] = None,
     towards: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Find out what is wrong with this machine, or with the network between several, and what to do about it.
+    """Diagnose this machine, or the network between several hosts, and suggest a remedy.
 
     Without hosts, it checks this machine: kernel, buffers, offloads, interfaces, clock, cores, memory, versions.
-    With hosts, or started by torchrun, every pair of ranks measures loss in both directions, bursts, round trip,
-    jitter, rate, path MTU and order, and whether UDP is blocked; no line carries two tests at once.
-    It names the bad host or link, says what helps, and which options suit. The hosts need stormtorch and ssh without a
-    password. The exit code is 0 if there is no problem and 1 if there is one.
+    With hosts, or when started by torchrun, it tests every pair of ranks in both directions: loss, loss bursts, round
+    trip, jitter, rate, path MTU, reordering, and whether UDP is blocked. A rank runs one test at a time.
+    It names the faulty host or link, the remedy, and the options that suit the network.
+    The hosts need stormtorch, and ssh without a password. The exit code is 0 without problems and 1 otherwise.
 
     [bold]Examples[/bold]
 
@@ -137,15 +145,15 @@ def doctor(
         else:
             for name, value in {"ssh": ssh, "python": python, "capture": capture, "params_m": params_m}.items():
                 if value is not None:
-                    raise BadSetting(name, "needs a network of two hosts or more: name them, or start by torchrun")
+                    raise BadSetting(name, "needs two hosts or more: name them, or start the doctor by torchrun")
             if here is not None:
-                typer.echo("A world of 1 rank has no links: this is about the machine alone.", err=True)
+                typer.echo("A world of 1 rank has no links: only this machine is checked.", err=True)
             code = show.machine()
     raise typer.Exit(code)
 
 
 def _serve(settings: WorkerSettings) -> None:
-    """Takes part as the rank of one host; orders come by the standard input."""
+    """Runs the worker of one host; the director's requests arrive on standard input."""
     from stormtorch.doctor.channels import PipeWorkerChannel
     from stormtorch.doctor.worker import run_worker
 
@@ -218,7 +226,7 @@ class _Show:
         if not found.links:
             for each in diagnoses:
                 typer.echo(each.text, err=True)
-            typer.echo(f"{len(found.ranks)} of {found.world} ranks came: too few to measure a link.", err=True)
+            typer.echo(f"{len(found.ranks)} of {found.world} ranks reported: too few to measure a link.", err=True)
             return 1
         parameters = None if self._params_m is None else round(self._params_m * 1e6)
         cost = None if parameters is None else predict_cost(found, parameters, self._ranks)

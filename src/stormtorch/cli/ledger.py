@@ -1,4 +1,4 @@
-"""`stormtorch ledger`: what the files of a training say."""
+"""`stormtorch ledger`: a summary of a training's ledgers and step records."""
 
 import csv as csv_format
 from dataclasses import asdict
@@ -18,26 +18,24 @@ def ledger(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Files of `ledger.follow` or `ledger.write`, files of records, or folders of STORM_RECORD.",
+            help="Files of `ledger.follow` or `ledger.write`, record files, or folders of STORM_RECORD.",
             metavar="FILE...",
             show_default=False,
         ),
     ],
-    csv: Annotated[
-        Path | None, typer.Option(help="Write a line for every row or record of steps to this CSV file.")
-    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write every ledger row or step record to this CSV file.")] = None,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Tell what a training's files say: what arrived, what waiting cost, which link is the worst.
+    """Summarise a training: what arrived, what waiting cost, the worst link.
 
-    The answer comes first, then a line for each rank and the links that lost most.
-    Ledgers have a row for each step and know no wall time; records of STORM_RECORD know both.
+    The summary comes first, then a line for each rank and the links that lost most.
+    A ledger has one row per step and no wall-clock time; records of STORM_RECORD have the time too.
 
     [bold]Examples[/bold]
 
-      stormtorch ledger ledger.jsonl                   what optimizer.ledger.follow("ledger.jsonl") wrote
-      stormtorch ledger runs/today                     what all ranks wrote with STORM_RECORD=runs/today
+      stormtorch ledger ledger.jsonl                   written by optimizer.ledger.follow("ledger.jsonl")
+      stormtorch ledger runs/today                     written by all ranks with STORM_RECORD=runs/today
       stormtorch ledger runs/today --plot today.png --csv today.csv
     """
     with friendly_errors():

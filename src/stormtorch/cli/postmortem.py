@@ -1,4 +1,4 @@
-"""`stormtorch postmortem`: where ranks first did different things, from their flight records."""
+"""`stormtorch postmortem`: the first collective in which ranks differ, from their flight records."""
 
 import time
 from pathlib import Path
@@ -17,33 +17,33 @@ def postmortem(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="FlightRecord records of several ranks, storm-flight-*.json, or folders that hold them.",
+            help="Flight records of several ranks, storm-flight-*.json, or folders that contain them.",
             metavar="FILE...",
-            show_default="the folder into which ranks of this machine write them",
+            show_default="the folder where ranks of this machine write them",
         ),
     ] = None,
     job: Annotated[
         str | None,
-        typer.Option(help="The run to explain.", show_default="the one that failed last", metavar="ID"),
+        typer.Option(help="Run to explain.", show_default="the one that failed last", metavar="ID"),
     ] = None,
     json: Json = None,
     torch: Annotated[
         Path | None,
-        typer.Option(help="Write the records into this folder as torch's analyser of flight records reads them."),
+        typer.Option(help="Also write the records into this folder in the format of torch's flight recorder."),
     ] = None,
 ) -> None:
-    """Tell which rank did something else first, from the flight records that ranks write when they fail.
+    """Find the rank that diverged first, from the ranks' flight records.
 
-    A rank of torch.distributed writes its last operations to a file when one of them fails: into the folder of
-    STORM_FLIGHT_DIR, or a private one that its log names. Collect the files of all hosts and give them here.
-    Records of several runs may lie in one folder: the run that failed last is explained, and the others are counted.
-    The answer comes first, then what each rank did around that point. Collectives are compared by their number in
-    their group, with their names and sizes; sends and receives are only listed.
+    When an operation of torch.distributed fails, the rank writes its last operations to a file: in the folder of
+    STORM_FLIGHT_DIR, or in a private one that its log names. Collect the files of all hosts and name them here.
+    A folder may hold records of several runs: the run that failed last is explained, the others are counted.
+    The result comes first, then what each rank did around that point. Collectives are compared by their sequence
+    number in their group, their name and their size; sends and receives are only listed.
 
     [bold]Examples[/bold]
 
-      stormtorch postmortem                            what ranks of this machine have written
-      stormtorch postmortem flights                    what STORM_FLIGHT_DIR=flights has collected
+      stormtorch postmortem                            records of this machine's ranks
+      stormtorch postmortem flights                    records of STORM_FLIGHT_DIR=flights
       stormtorch postmortem flights/storm-flight-*.json --json found.json
       stormtorch postmortem flights --torch traces     for torch.distributed.flight_recorder.fr_trace
     """
@@ -69,18 +69,20 @@ def postmortem(
 
 
 def _of_job(flights: "list[FlightRecord]", job: str | None) -> "list[FlightRecord]":
-    """Chooses the records of one run, and says how many others there are."""
+    """Chooses the records of one run, and prints how many belong to others."""
     runs: dict[str, list[FlightRecord]] = {}
     for flight in sorted(flights, key=lambda each: each.time):
         runs.setdefault(flight.job, []).append(flight)
     chosen = next(reversed(runs)) if job is None else job
     if chosen not in runs:
-        raise typer.BadParameter(f"no record is of a run {chosen!r}: there are {', '.join(runs)}", param_hint="--job")
+        raise typer.BadParameter(
+            f"no record belongs to run {chosen!r}: there are {', '.join(runs)}", param_hint="--job"
+        )
     for name, others in runs.items():
         if name != chosen:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(others[-1].time))
             records = "1 record" if len(others) == 1 else f"{len(others)} records"
-            typer.echo(f"left out: {records} of a run that failed at {when}; see them by --job {name}", err=True)
+            typer.echo(f"left out: {records} of a run that failed at {when}; choose it by --job {name}", err=True)
     return runs[chosen]
 
 
@@ -90,7 +92,7 @@ def _write_for_torch(flights: "list[FlightRecord]", folder: Path) -> None:
     def write(path: Path) -> None:
         for inside in write_for_torch(flights, path):
             command = f"python -m torch.distributed.flight_recorder.fr_trace {inside} --prefix {PREFIX}"
-            typer.echo(f"torch reads them by: {command}", err=True)
+            typer.echo(f"analyse them with torch: {command}", err=True)
 
     save_into(write, folder)
 

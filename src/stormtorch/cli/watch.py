@@ -1,4 +1,4 @@
-"""`stormtorch watch`: what the network costs a job, which link is bad, who is waited for."""
+"""`stormtorch watch`: what the network costs a job, which link is bad, which rank is waited for."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WEB, _FILES = "The web page", "Files"
 _PORT = 8420
 _EVERY_S = 1.0
-# A line of a log every ten seconds tells that it goes on, and does not fill the log.
+# One line every ten seconds shows that the job is alive, and does not fill a log.
 _LINE_EVERY_S = 10.0
 _OVER = ("done", "left", "failed", "gone")
 _EXTRA = "pip install 'stormtorch[watch]'"
@@ -31,18 +31,18 @@ def watch(
     job: Annotated[
         str | None,
         typer.Argument(
-            help="Folder that the job records to, or HOST:PORT of any of its ranks.",
+            help="Folder of the job's records, or HOST:PORT of any of its ranks.",
             envvar="STORM_RECORD",
             metavar="DIR|HOST:PORT",
             show_envvar=True,
         ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print the state and end.")] = False,
-    web: Annotated[bool, typer.Option("--web", help="Serve a web page instead.", rich_help_panel=_WEB)] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="Serve a web page.", rich_help_panel=_WEB)] = False,
     port: Annotated[
         int | None,
         typer.Option(
-            help=f"Port of the page: 0 to 65535; {_PORT} unless somebody has it.",
+            help=f"Port of the page: 0 to 65535; {_PORT}, or a free one if that is taken.",
             rich_help_panel=_WEB,
             show_default=False,
         ),
@@ -50,29 +50,29 @@ def watch(
     host: Annotated[
         str,
         typer.Option(
-            help="Address that the page listens at; others than this machine reach 0.0.0.0.", rich_help_panel=_WEB
+            help="Address to listen on; 0.0.0.0 makes the page reachable from other machines.", rich_help_panel=_WEB
         ),
     ] = "127.0.0.1",
     export: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Write a report to this .html, or a picture to this .png, .svg or .pdf, and end.",
+            help="Write a report to this .html, or a picture to this .png, .svg or .pdf, and exit.",
             dir_okay=False,
             rich_help_panel=_FILES,
         ),
     ] = None,
     csv: Annotated[
         Path | None,
-        typer.Option(help="Write the time series to this file and end.", dir_okay=False, rich_help_panel=_FILES),
+        typer.Option(help="Write the time series to this file and exit.", dir_okay=False, rich_help_panel=_FILES),
     ] = None,
 ) -> None:
-    """Watch a job: what the network costs it, which link is bad, who is waited for.
+    """Watch a job: cost of the network, bad links, slow ranks.
 
-    It begins with a verdict: one sentence with the culprit and a remedy.
-    A job that was started with STORM_RECORD=DIR is watched by its folder, while it runs and afterwards.
-    Any other running job is watched by the address of one of its ranks, which its first records and `stormtorch` print.
-    The page is served to this machine only, and its address contains a token: without it nobody sees anything.
-    To watch from elsewhere, use `ssh -L 8420:127.0.0.1:8420 HOST`.
+    It begins with a verdict: one sentence that names the cause and a remedy.
+    Watch a job that was started with STORM_RECORD=DIR by its folder, while it runs or afterwards.
+    Watch any other running job by the address of one of its ranks.
+    The page is served to this machine only, and its address contains an access token.
+    To watch from another machine, use `ssh -L 8420:127.0.0.1:8420 HOST`.
 
     [bold]Examples[/bold]
 
@@ -80,8 +80,8 @@ def watch(
       stormtorch watch run                             in this terminal; q quits
       stormtorch watch host2:29500                     a live job, by any of its ranks
       stormtorch watch run --web                       as a web page
-      stormtorch watch run --once                      print the state and end
-      stormtorch watch run --export run.html           one file that shows the run anywhere
+      stormtorch watch run --once                      print the state once
+      stormtorch watch run --export run.html           a report in one file
     """
     with friendly_errors():
         files = list(export or [])
@@ -102,7 +102,7 @@ def watch(
 
 @contextlib.contextmanager
 def _ending_quietly() -> Iterator[None]:
-    """Ctrl-C is how one stops looking: it ends no job, and needs no words."""
+    """Ctrl-C ends the watch, not the job, and prints no message."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -110,7 +110,7 @@ def _ending_quietly() -> Iterator[None]:
 
 
 def _read_first(watcher: "Watcher") -> None:
-    """Reads for the first time: whether anybody answers, and lets us in, shows now."""
+    """Reads for the first time: an unreachable rank or a refused key is an error now, not later."""
     from stormtorch.errors import StormError
 
     try:
@@ -140,7 +140,7 @@ def _watcher(job: str | None) -> "Watcher":
 
     if not job:
         raise typer.BadParameter(
-            "say what to watch: the folder of STORM_RECORD, or HOST:PORT of a rank", param_hint="JOB"
+            "none given: name the folder of STORM_RECORD, or HOST:PORT of a rank", param_hint="JOB"
         )
     try:
         return Watcher(source_of(job))
@@ -202,7 +202,7 @@ def _follow_by_lines(watcher: "Watcher") -> None:
 
 
 def _read(watcher: "Watcher") -> None:
-    """Reads what is new. A rank that answers nonsense, or nobody, must not end the watch of a job that was there."""
+    """Reads new records. A rank that fails to answer, or answers garbage, must not end the watch."""
     with contextlib.suppress(OSError, RuntimeError):
         watcher.read()
 
@@ -220,13 +220,13 @@ def _follow_on_screen(watcher: "Watcher") -> None:
             live.update(screen(watcher.snapshot(), keys=True), refresh=True)
             if pressed(_EVERY_S) in ("q", "Q", "\x04"):
                 break
-    # What was on the screen goes with it: leave the last state behind.
+    # Leaving the alternate screen erases it: print the last state again.
     console.print(screen(watcher.snapshot()))
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Gives a function that waits for a key, at most for some seconds; the terminal does not echo keys meanwhile."""
+    """Yields a function that waits for a key, for a limited time; the terminal does not echo keys meanwhile."""
     import termios
     import tty
 
@@ -243,7 +243,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
     def pressed(seconds: float) -> str:
         if select.select([terminal], [], [], seconds)[0]:
-            return os.read(terminal, 1).decode(errors="replace") or "q"  # a terminal that is gone reads as its end
+            return os.read(terminal, 1).decode(errors="replace") or "q"  # a closed terminal reads as end of file
         return ""
 
     try:
@@ -278,10 +278,8 @@ def _serve(watcher: "Watcher", host: str, port: int | None) -> None:
     guard = AccessGuard(host, listener.getsockname()[1])
     typer.echo(_address(guard, host, listener.getsockname()[1]))
     if not is_loopback(host):
-        typer.echo(
-            "anybody who can reach this address and has the token sees the page; HTTP is not encrypted", err=True
-        )
-    typer.echo("Ctrl-C ends it", err=True)
+        typer.echo("anyone with the token who can reach this address sees the page; HTTP is not encrypted", err=True)
+    typer.echo("Ctrl-C stops the server", err=True)
     sys.stdout.flush()
     with contextlib.suppress(KeyboardInterrupt):
         serve(watcher, guard, listener)

@@ -1,6 +1,7 @@
-"""Collectives over any transport, one file each: generators that yield the plan of an exchange and get its arrival.
+"""Collectives over any transport, one file each: generators that yield the plan of an exchange and receive its result.
 
-Used by the backend and the runtime. Begin with `all_gather.py`, which is one exchange, and `group.py`, which posts it.
+Used by the backend and the runtime. Begin with `all_gather.py`, which is one exchange, and `base/group.py`, which posts
+it.
 With n ranks and S bytes per tensor (per entry of a list), a rank sends in one exchange, or in two where noted:
 
     all_reduce       2 (n-1)/n S in two overlapping stages; small ones (n-1) S in one; two exchanges for any op or dtype
@@ -12,7 +13,7 @@ With n ranks and S bytes per tensor (per entry of a list), a rank sends in one e
     send             S;   barrier  n-1 empty messages
 
 A stage takes one trip through the network; the sender of an exact message waits one more, for the acknowledgement.
-Only floating-point tensors may lose, and of reductions only SUM and AVG that the engine computes.
+Only floating-point tensors may be lossy, and of reductions only SUM and AVG that the engine computes.
 """
 
 from stormtorch.collectives.all_to_all import all_to_all

@@ -9,7 +9,7 @@ from stormtorch.collectives.base.spans import address, shards, size
 from stormtorch.exchange.exchange import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
 from stormtorch.reliability import EXACT, Reliability
 
-# Up to this size each rank may send its whole tensor to every other. That saves a trip but needs a copy of the tensor,
+# Up to this size each rank may send its whole tensor to every other. That saves a trip but costs a copy of the tensor,
 # which takes too long for larger ones.
 _DIRECT_BYTES = 512 << 10
 # Bytes of the largest exchange, well below the 4 GiB that a message's length field can express.
@@ -38,7 +38,7 @@ def all_reduce(
         share: How much may be missing in the second stage, in which owners send their results; None takes
             `reliability`. A rank that misses a result keeps its own contribution (times the group's size for SUM).
             With `EXACT`, all ranks end with the same bits even if the first stage lost some. Small tensors skip the
-            second stage, unless just one of the two is exact: every rank sends its contribution to all others.
+            second stage, unless only one of the two is exact: every rank sends its contribution to all others.
         timeout_s: Seconds until the call fails; None takes the transport's default.
     """
     share = reliability if share is None else share
@@ -65,7 +65,7 @@ def _mode(reliability: Reliability) -> ReduceMode:
 
 
 def _direct_pays(group: Group, length: int) -> bool:
-    """Tells whether saving a trip is worth the additional bytes: (n-1) S instead of 2 (n-1)/n S."""
+    """Whether saving a trip is worth the additional bytes: (n-1) S instead of 2 (n-1)/n S."""
     additional = length * (group.size - 1) * (group.size - 2) // group.size
     return length <= _DIRECT_BYTES and additional <= group.transport.trip_bytes
 
@@ -134,7 +134,7 @@ def _in_two_stages(
 
 
 def _scale_what_is_missing(flat: torch.Tensor, span: tuple[int, int], mask: torch.Tensor, group: Group) -> None:
-    """Where the shared sum was lost, takes this rank's own contribution for every rank's."""
+    """Replaces chunks of the shared sum that were lost by this rank's own contribution times the group's size."""
     if bool(mask.all()):
         return
     element = flat.element_size()

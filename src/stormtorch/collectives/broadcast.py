@@ -20,8 +20,8 @@ def broadcast(
 ) -> Pending:
     """Copies the root's `tensor` into every rank's `tensor`.
 
-    The root sends a large tensor only once, whatever the size of the group: every other rank forwards one shard of it
-    to the rest, chunk by chunk as it arrives.
+    The root sends a large tensor only once, for a group of any size: every other rank forwards one shard of it to the
+    rest, chunk by chunk as it arrives.
 
     Args:
         group: The ranks that take part.
@@ -88,6 +88,6 @@ def _forwarded(
         receives = [Receive(ranks[root], 0, length, False, True)]
         receives += [Receive(ranks[peer], *spans[peer], True) for peer in receivers]
         reduction = Reduction(ReduceMode.COPY, WireDtype.BYTES, WireDtype.BYTES, 0, own, length, 0, False)
-    # A rank cannot forward what it missed itself, so it may miss only half of its receivers' budget.
+    # A rank cannot forward what it has lost, so it may lose only half of its receivers' budget.
     first = reliability if reliability.budget == 1.0 else replace(reliability, budget=reliability.budget / 2)
     yield Plan("broadcast", *name, sends, receives, reduction, first, reliability, timeout_s, (flat,))

@@ -1,11 +1,11 @@
-"""Collectives of ranks that share machines: inside each machine first, so that fewer bytes pass between machines.
+"""Hierarchical collectives: they reduce inside each machine first, so that fewer bytes pass between machines.
 
-Where several machines have k ranks each, a large tensor is cut into k slices. The ranks of a machine add up their
-slices, each rank exchanges its slice with those that have the same place on other machines, and gives the result to the
-others of its machine. A machine's line carries 1/k of the bytes, and only what it carries may be lost.
+If several machines have k ranks each, a large tensor is split into k slices. The ranks of a machine reduce-scatter
+their slices, each rank exchanges its slice with the ranks at the same position on other machines, and the ranks of a
+machine all-gather the result. A machine's link carries 1/k of the bytes, and only those may be lost.
 
-The functions have the names and arguments of those that they call, and choose the way by themselves: small tensors,
-other layouts and groups with a view go the flat way, in which all ranks exchange with all.
+The functions have the names and arguments of the flat collectives that they call. They choose by themselves: small
+tensors, other layouts and groups with a view use the flat collective, in which all ranks exchange with all.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,20 +28,20 @@ from stormtorch.reliability import EXACT, Reliability
 
 # Below this size, the additional exchanges inside a machine take as long as the bytes that they save.
 _SMALLEST_BYTES = 512 << 10
-# Large tensors travel in pieces of so many bytes per rank, so that exchanges inside a machine and between machines
-# overlap. Smaller ones would make messages of a few datagrams.
+# Large tensors travel in pieces of this many bytes per rank, so that exchanges inside a machine and between machines
+# overlap. Smaller pieces would make messages of a few datagrams.
 _PIECE_BYTES_PER_RANK = 512 << 10
-# The first and the last piece are cut further: while the first moves inside, and the last, no line is used.
+# The first and the last piece are split further: while they move inside a machine, the network is idle.
 _PIECES_AT_ENDS = 4
 
 
 def is_worthwhile(length: int) -> bool:
-    """Whether so many bytes are enough for exchanges inside machines to cost less than they save."""
+    """Whether a hierarchy saves time for `length` bytes."""
     return length >= _SMALLEST_BYTES
 
 
 def _chosen(group: Group, length: int) -> NodeLayout | None:
-    """Chooses the way of a collective that moves so many bytes: by machines, or None for the flat way."""
+    """Returns the layout for a hierarchical collective of `length` bytes, or None for the flat one."""
     return group.node_layout if is_worthwhile(length) and group.size > 2 else None
 
 
@@ -139,7 +139,7 @@ def all_gather(
 ) -> Pending:
     """Copies rank i's `tensor` into every rank's `outputs[i]`."""
     node_layout = _chosen(group, sum(map(size, outputs)))
-    # A lossy one tells its caller which chunks are missing, and leaves the caller's old values there.
+    # A lossy one reports to its caller which chunks are missing, and keeps the caller's old values there.
     if node_layout is None or not reliability.exact or not _are_outputs_supported(group, outputs, tensor):
         return flat_all_gather(group, outputs, tensor, reliability=reliability, timeout_s=timeout_s)
     own = outputs[group.rank].view(-1)
@@ -178,7 +178,7 @@ def broadcast(
 ) -> Pending:
     """Copies the root's `tensor` into every rank's `tensor`."""
     node_layout = _chosen(group, size(tensor))
-    # A lossy one leaves the caller's old values where chunks are missing.
+    # A lossy one keeps the caller's old values where chunks are missing.
     if node_layout is None or not reliability.exact or not 0 <= root < group.size:
         return flat_broadcast(group, tensor, root, reliability=reliability, timeout_s=timeout_s)
     address(tensor, "tensor")
@@ -212,7 +212,7 @@ def _all_reduce(
     whole: bool,
     timeout_s: float | None,
 ) -> Pending:
-    # A deadline is that of the call, not of a piece.
+    # A deadline holds for the call, not for a piece.
     tensors = [flat] if whole else _tapered(group, flat)
     count = len(tensors)
     before, across, after = (
@@ -226,7 +226,8 @@ def _all_reduce(
         own = parts[node_layout.inside.rank]
         pieces.append(
             PipelinePiece(
-                # The mean of means of equally many ranks is the mean. It cannot overflow where a sum could.
+                # The mean of the machines' means is the mean, as each has as many ranks. Unlike a sum, it cannot
+                # overflow.
                 before=[partial(flat_reduce_scatter, before, own, parts, op, timeout_s=timeout_s)],
                 across=[partial(between, across, own)],
                 after=[partial(flat_all_gather, after, parts, own, timeout_s=timeout_s)],
@@ -252,7 +253,7 @@ def _reduce_scatter(
     split, outputs = [_split(each, count) for each in inputs], _split(output, count)
     pieces = []
     for at in range(count):
-        # For each machine, what this machine gives to the rank there that has this rank's place.
+        # For each machine, this machine's contributions to the rank there at this rank's position.
         parts = [[split[rank][at] for rank in ranks] for ranks in machines]
         rooms = [torch.empty_like(each[node_layout.inside.rank]) for each in parts]
         pieces.append(
@@ -272,7 +273,7 @@ def _pieces_of(group: Group, length: int) -> int:
 
 
 def _tapered(group: Group, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Cuts a tensor into pieces, with smaller ones at both ends."""
+    """Splits a tensor into pieces, with smaller ones at both ends."""
     parts = _split(flat, _pieces_of(group, size(flat)))
     if len(parts) < 3:
         return parts
@@ -285,7 +286,7 @@ def _split(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def _is_supported(group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> bool:
-    """Tells whether the engine can reduce these tensors. The flat way deals with others, or refuses them."""
+    """Whether the engine can reduce these tensors. The flat collective handles others, or raises an error."""
     fits = len(inputs) == group.size and output.numel() == inputs[group.rank].numel()
     kinds = {each.dtype for each in inputs}
     fits = fits and len(kinds) == 1 and output.dtype in {*kinds, torch.float32}

@@ -1,4 +1,4 @@
-"""Collectives made of smaller ones, piece by piece: while one piece travels between machines, others move inside."""
+"""Pipeline of a hierarchical collective: while one piece travels between machines, others move inside a machine."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,18 +13,18 @@ from stormtorch.exchange.exchange import ExchangeResult
 Stage = Callable[[], Pending]
 """Function that begins a collective."""
 
-# Pieces that travel between machines at once: the next one must be under way before the last has ended.
+# Pieces that travel between machines at once: the next one must start before the last has ended.
 _AT_ONCE = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePiece:
-    """Stages of one piece: those of each kind begin together, when all of the kind before have ended."""
+    """Stages of one piece: those of each kind begin together, once all of the previous kind have ended."""
 
     before: Sequence[Stage] = ()
     """Exact collectives inside the machine."""
     across: Sequence[Stage] = ()
-    """Collectives between machines, the only ones that may lose."""
+    """Collectives between machines, the only ones that may be lossy."""
     after: Sequence[Stage] = ()
     """Exact collectives inside the machine."""
 
@@ -34,7 +34,7 @@ class PipelinePiece:
 
 
 class ExchangeResultAcross(ExchangeResult):
-    """Arrival of an exchange between machines, in which each message stands for all ranks of a machine."""
+    """Result of an exchange between machines, in which each message stands for all ranks of a machine."""
 
     __slots__ = ("_each",)
 
@@ -43,19 +43,19 @@ class ExchangeResultAcross(ExchangeResult):
         self._each = each
 
     def counts(self) -> torch.Tensor:
-        """Number of ranks whose copies are in each chunk of this rank's reduction, this rank included."""
+        """Number of ranks that contributed to each chunk of this rank's reduction, this rank included."""
         return super().counts() * self._each
 
 
 class Pipeline(Pending):
-    """Collective under way, made of pieces. `wait` returns the arrivals of what passed between machines.
+    """Started collective made of pieces. `wait` returns the results of the exchanges between machines.
 
-    Stages begin in the same order on all ranks, so none can wait for one that another has put off. If a stage fails,
-    this rank begins and cancels all that are left, and the engine tells its peers the first cause. So all ranks fail,
-    and name the culprit, also those that have no exchange with it.
+    Stages begin in the same order on all ranks, so no deadlock is possible. If a stage fails, this rank begins and
+    cancels all that are left, and the engine reports the failure cause to its peers. So all ranks fail and name the
+    culprit, even those that have no exchange with it.
 
     Args:
-        pieces: What to do.
+        pieces: The pieces, in order.
         each: Number of ranks on each machine.
     """
 
@@ -71,7 +71,7 @@ class Pipeline(Pending):
         self._current: Pending | None = next(self._order, None)
 
     def wait(self, timeout_s: float | None = None) -> list[ExchangeResult]:
-        """Blocks until the collective has ended and returns the arrivals of its exchanges between machines."""
+        """Blocks until the collective has ended and returns the results of its exchanges between machines."""
         if self._error is not None:
             raise self._error
         while self._current is not None:
@@ -79,7 +79,7 @@ class Pipeline(Pending):
         return self._arrivals
 
     def done(self) -> bool:
-        """Asks whether the collective has ended, well or not; starts what follows when a stage has ended."""
+        """Whether the collective has ended, well or not; starts the next stages when one has ended."""
         while not self.ended and self._current is not None and self._current.done():
             try:
                 self._pass(self._current, None)
@@ -89,18 +89,18 @@ class Pipeline(Pending):
 
     @property
     def ended(self) -> bool:
-        """Whether the collective is already known to have ended, without asking the transport."""
+        """Whether the collective is already known to have ended, without polling the transport."""
         return self._current is None or self._error is not None
 
     def cancel(self) -> None:
-        """Gives the collective up. Its tensors belong to the caller again; `wait` raises `Closed` from now on."""
+        """Cancels the collective. Its tensors belong to the caller again; `wait` raises `Closed` from now on."""
         if self.ended:
             return
         self._abort()
-        self._error = Closed("the collective was given up")
+        self._error = Closed("the collective was cancelled")
 
     def _run(self) -> Iterator[Pending]:
-        """Begins stages, and yields each when nothing is left to do before it has ended."""
+        """Begins stages, and yields each that must end before the next step."""
         count = len(self._pieces)
         before = [self._begin(0, "before")] if count else []
         across: list[list[Pending]] = []
@@ -138,7 +138,7 @@ class Pipeline(Pending):
             raise
 
     def _abort(self) -> None:
-        """Ends all stages here and at the peers, also those that have not begun."""
+        """Cancels all stages here and at the peers, even those that have not begun."""
         for pending in self._open:
             pending.cancel()
         for stages in self._left.values():

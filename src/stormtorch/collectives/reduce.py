@@ -19,7 +19,7 @@ def reduce(
     reliability: Reliability = EXACT,
     timeout_s: float | None = None,
 ) -> Pending:
-    """Reduces `tensor` over the group into the root's `tensor`. The tensors of other ranks stay as they are.
+    """Reduces `tensor` over the group into the root's `tensor`. The tensors of other ranks do not change.
 
     Each rank reduces one shard and sends it to the root, so that the root receives one tensor and not one per rank. An
     exact reduction adds in rank order. A lossy AVG is the mean of the contributions that arrived, and a lossy SUM that

@@ -22,8 +22,8 @@ def reduce_scatter(
     """Reduces `inputs[i]` of all ranks into rank i's `output`.
 
     An exact reduction adds in rank order. A lossy AVG is the mean of the contributions that arrived, this rank's own
-    always among them; a lossy SUM is that mean times the group's size. `wait()[0].counts()` tells how many
-    contributions each chunk is made of.
+    always included; a lossy SUM is that mean times the group's size. `wait()[0].counts()` has the number of
+    contributions to each chunk.
 
     Args:
         group: The ranks that take part.

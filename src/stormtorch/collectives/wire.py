@@ -1,4 +1,4 @@
-"""Conversion of a shard to the type in which it travels: float32, 16 bits, int8 or int4, and back."""
+"""Number format of a shard on the network: converts to float32, 16 bits, int8 or int4 (quantisation), and back."""
 
 import torch
 
@@ -13,17 +13,17 @@ WIRES = (torch.float32, torch.bfloat16, torch.float16, *GRIDS)
 
 
 def element_bytes(dtype: torch.dtype) -> float:
-    """Returns the bytes of an element on the network. torch's own itemsize of int4 is 1."""
+    """Returns the bytes of an element on the network; torch's itemsize of int4 is 1."""
     return GRIDS[dtype].element_bytes if dtype in GRIDS else dtype.itemsize
 
 
 def narrower(wire: torch.dtype, own: torch.dtype) -> torch.dtype:
-    """Returns the type in which values of the type `own` travel: the wire's, unless their own is as narrow."""
+    """Returns the type in which values of type `own` travel: the wire's, unless their own is as narrow."""
     return wire if element_bytes(wire) < element_bytes(own) else own
 
 
 class Wire:
-    """Converts float tensors to messages and back. A message is a float tensor too, since only those may be lossy.
+    """Converts float tensors to messages and back. A message is a float tensor too, because only those may be lossy.
 
     Args:
         dtype: The type in which elements travel, one of `WIRES`.
@@ -44,7 +44,7 @@ class Wire:
 
     @property
     def reduces(self) -> torch.dtype:
-        """The type of tensors that `reduce_scatter` and `all_reduce` take: float32 where grids are made there."""
+        """The tensors' type in `reduce_scatter` and `all_reduce`: float32 if they are quantised there."""
         return torch.float32 if self.grids else self.dtype
 
     def chunks(self, elements: int) -> int:
@@ -52,7 +52,7 @@ class Wire:
         return max(-(-elements // self.per_chunk), 1)
 
     def room(self, elements: int) -> torch.Tensor:
-        """Allocates memory for a message."""
+        """Allocates a buffer for a message."""
         if self._grids is None:
             return torch.empty(elements, dtype=self.dtype, device="cpu")
         length = self._grids.message_bytes(elements, self.chunk_bytes)
@@ -72,7 +72,7 @@ class Wire:
         return message
 
     def rounded(self, tensor: torch.Tensor, seed: int) -> torch.Tensor:
-        """Returns a tensor as receivers see it; the tensor itself if nothing is rounded."""
+        """Returns a tensor as receivers decode it; the tensor itself if nothing is rounded."""
         if self.dtype == tensor.dtype:
             return tensor
         result = torch.empty_like(tensor)

@@ -1,1 +1,4 @@
-"""Which samples a rank reads while ranks join and leave: `ElasticSampler`. Begin with `epoch_plan.py`, numbers only."""
+"""Data loading for elastic training: `ElasticSampler` divides samples among changing ranks.
+
+Begin with `epoch_plan.py`.
+"""

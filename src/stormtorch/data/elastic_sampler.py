@@ -1,4 +1,4 @@
-"""`ElasticSampler`: every sample once per epoch while ranks come and go."""
+"""`ElasticSampler`: a distributed sampler that yields every sample once per epoch while ranks join and leave."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class _View(Protocol):
-    """Who is there, as a session tells it."""
+    """Current members, as reported by the session."""
 
     @property
     def number(self) -> int: ...
@@ -29,32 +29,33 @@ class _View(Protocol):
     def members(self) -> Sequence[int]: ...
     @property
     def base(self) -> int:
-        """Number of the last view before it that was in place on all its members.
+        """Number of the last earlier view that was installed on all its members.
 
-        A gradient that a process has in hand counts if and only if the process was in place in that view.
+        A gradient that a process is computing counts if and only if the process had installed that view.
         """
         ...
 
 
 @runtime_checkable
 class ElasticSession(Protocol):
-    """What a sampler asks of a session whose ranks come and go."""
+    """What a sampler uses of a session whose ranks join and leave."""
 
     @property
     def view(self) -> _View:
-        """The view that the session works in: the new one already when `take` is called."""
+        """The session's view; within a call of `take`, it is already the new one."""
         ...
 
     @property
     def group(self) -> Any:
-        """The ranks that train together; `group.transport.rank` is this one, as views number it."""
+        """The ranks that train together; `group.transport.rank` is this one, as numbered in views."""
         ...
 
     def carry(self, name: str, give: Callable[[], bytes], take: Callable[[dict[int, bytes]], None]) -> None:
-        """Hands bytes to all members whenever the view changes.
+        """Exchanges bytes among all members whenever the view changes.
 
-        Each rank that was there before gives some, and each member takes those of all, its own included. In a process
-        that has just come in, which had nothing to give, `carry` itself calls `take` with what the others gave.
+        Each member of the earlier view contributes bytes by `give`, and each member of the new one receives all of
+        them, its own included, by `take`. In a process that has just joined, and contributed nothing, `carry` itself
+        calls `take` with the others' bytes.
         """
         ...
 
@@ -64,20 +65,20 @@ class ElasticSession(Protocol):
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """Batch sampler that gives every sample once per epoch, to whoever is there.
+    """Batch sampler that yields every sample once per epoch, over the present members.
 
-    A batch counts when the optimizer step that used it is complete. What a rank drew and did not use before it died or
-    left is given to others in the same epoch. A rank that joins gets its share of what is left.
+    A batch counts once the optimizer step that used it is complete. Batches that a rank drew but did not use before it
+    died or left are assigned to other ranks in the same epoch. A rank that joins gets a part of the remaining samples.
 
-    All ranks make the same number of steps. The last samples are cut into batches whose sizes differ by at most one.
-    Where fewer samples than ranks are left, a rank without one gets a batch that others train on, with `scale` 0.
+    All ranks make the same number of steps. The last samples are split into batches whose sizes differ by at most one.
+    If fewer samples than ranks are left, a rank without one gets a batch that others train on, with `scale` 0.
 
     Args:
         data: The data set, or its length.
         batch_size: Most samples of a batch.
-        seed: Seed of the order of samples, which is another one in every epoch.
+        seed: Random seed of the order of samples, which differs between epochs.
         shuffle: Whether samples come in a random order.
-        drop_last: Whether to leave out the last steps of an epoch if they have too few samples.
+        drop_last: Whether to omit the last steps of an epoch if they have too few samples.
         batch: "per-rank" gives each rank one batch per step, so that the global batch follows the number of ranks.
             "constant" keeps the global batch at `batch_size` times the ranks at the start: with fewer ranks, each
             has several batches per step, and with more ranks smaller ones.
@@ -108,7 +109,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._order: tuple[tuple[int, int], torch.Tensor] | None = None
         self._draws: _Draws | None = None  # the latest iterator, the only one that draws
         self._loop: object | None = None  # the latest loop over steps()
-        # Batches since the latest iterator began: drawn, come out of the loader, and no longer this rank's.
+        # Batches since the latest iterator began: drawn, yielded by the loader, and assigned to other ranks since.
         self._drawn = self._yielded = self._revoked = 0
         self._scale: float | None = None
         self._more = False
@@ -116,7 +117,7 @@ class ElasticSampler(Sampler[list[int]]):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: torch.optim.Optimizer, name: str = "sampler") -> None:
-        """Counts steps of an optimizer from now on, and follows the views of its session if it is prepared.
+        """Counts the steps of an optimizer from now on and, if it is prepared, follows the views of its session.
 
         Call it on every rank, after `prepare` and before the first batch.
 
@@ -125,7 +126,7 @@ class ElasticSampler(Sampler[list[int]]):
             name: Name of this sampler among those attached to the optimizer, the same on all ranks.
         """
         if self._attached or not self._position.untouched:
-            raise RuntimeError("attach() comes once, before the first batch: create another ElasticSampler")
+            raise RuntimeError("call attach() once, before the first batch: create another ElasticSampler")
         self._attached = True
         session = getattr(optimizer, "session", None)
         if session is None:
@@ -147,7 +148,7 @@ class ElasticSampler(Sampler[list[int]]):
         session.on_step(self._stepped)
 
     def steps(self, loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
-        """Yields the steps of what is left of the epoch, each as an iterator over its batches.
+        """Yields the remaining steps of the epoch, each as an iterator over its batches.
 
         A step has one batch, or several under `batch="constant"`. The number of steps changes with the members.
 
@@ -159,7 +160,7 @@ class ElasticSampler(Sampler[list[int]]):
         if not getattr(loader, "in_order", True):
             raise ValueError("steps() needs batches in the order in which they were drawn: DataLoader(in_order=True)")
         self._check_inside()
-        self._end_loop()  # of a loop that an exception ended, which Python has not closed yet
+        self._end_loop()  # a loop that an exception ended may not be closed yet
         loop = self._loop = object()
         position, source = self._position, self._source(loader)
         epoch = position.begin()
@@ -167,10 +168,10 @@ class ElasticSampler(Sampler[list[int]]):
             while position.begin() == epoch and position.inside:
                 batches = self._step(source)
                 yield batches
-                for _ in batches:  # those that the loop has left
+                for _ in batches:  # those that the loop has not consumed
                     pass
                 if position.busy:
-                    position.step_done()  # nobody has counted it: a scaler left it out, or nothing is attached
+                    position.step_done()  # it was not counted: a scaler skipped it, or no optimizer is attached
         finally:
             source.close()
             if self._loop is loop:
@@ -189,8 +190,8 @@ class ElasticSampler(Sampler[list[int]]):
     def scale(self) -> float:
         """Factor for the mean loss of the present batch, so that the mean over ranks is the mean over all samples.
 
-        It is 1 but where batches of a step differ in size, 1 / n for each of n equal batches that a rank has in a
-        step, and 0 for a batch that only keeps a rank busy.
+        It is 1 if all batches of a step have the same size, 1 / n for each of a rank's n equal batches in a step, and 0
+        for a batch that other ranks train on.
         """
         if self._scale is not None:
             return self._scale
@@ -238,7 +239,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self._position.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a position that a job of any size has saved. All ranks load the same one."""
+        """Goes on from a position that a job of any size has saved. All ranks must load the same one."""
         self._position.load(state)
         self._draws = None
 
@@ -247,7 +248,7 @@ class ElasticSampler(Sampler[list[int]]):
         if not position.inside:
             raise RuntimeError(
                 f"rank {position.rank} is not in view {position.view}, whose members are {list(position.members)}: it "
-                "has left or was left out, and has no data to train on. End its loop"
+                "has left or was removed, and has no data to train on. End its loop"
             )
 
     def _draw(self, draws: _Draws, epoch: int) -> list[int]:
@@ -255,7 +256,7 @@ class ElasticSampler(Sampler[list[int]]):
         if draws is not self._draws or position.epoch != epoch:
             raise StopIteration
         if not self._attached and self._loop is None:
-            # Nobody tells which steps are complete: whoever asks for more has used what it got.
+            # No optimizer reports complete steps: a loop that draws again has used its earlier batches.
             while position.epoch == epoch and position.done < position.drawn[0]:
                 position.step_done()
             if position.epoch != epoch:
@@ -268,7 +269,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _indices(self, spans: Spans) -> list[int]:
         terms, position = self._position.terms, self._position
-        # A rank without samples makes the step on some that others have, so that it has a batch like any other.
+        # A rank without samples gets a batch of others' samples, so that it takes part in the step.
         spans = spans or ((0, min(terms.batch_size, terms.length)),)
         if not terms.shuffle:
             return [index for first, end in spans for index in range(first, end)]
@@ -282,7 +283,7 @@ class ElasticSampler(Sampler[list[int]]):
     # --- steps and views --------------------------------------------------------------------------------------------
 
     def _source(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
-        """Batches out of the loader that are this rank's. A loader that ended too early begins again."""
+        """Yields the loader's batches that still belong to this rank. A loader that ended too early begins again."""
         while True:
             empty = True
             for batch in loader:
@@ -291,12 +292,12 @@ class ElasticSampler(Sampler[list[int]]):
                     empty = False
                     yield batch
             if empty and self._revoked == 0:
-                raise RuntimeError("the loader has ended before the epoch: give it no other sampler or length")
+                raise RuntimeError("the loader has ended before the epoch: give it no other sampler and no length")
 
     def _end_loop(self) -> None:
         position = self._position
         if self._loop is not None and position.busy:
-            # The loop broke off. A step that is not known to be complete is made again.
+            # The loop ended within a step. A step that is not known to be complete is repeated.
             if self._attached:
                 position.put_back()
             else:
@@ -321,7 +322,7 @@ class ElasticSampler(Sampler[list[int]]):
             if position.busy:
                 position.step_done()
             return
-        # Numbers tell of steps between two calls that a scaler left out.
+        # A gap in the numbers counts steps that a scaler skipped.
         count = 1 if number is None or self._last_step is None else number - self._last_step
         self._last_step = number
         epoch = position.epoch
@@ -340,14 +341,14 @@ class ElasticSampler(Sampler[list[int]]):
         self._revoked = self._drawn
         if self._drawn and self._loop is None:
             _log.warning(
-                "rank %d comes back to view %d: others were given the batches that it had drawn, and it may use up to "
-                "%d of them again. Loops over sampler.steps(loader) leave them out",
+                "rank %d rejoins in view %d: the batches that it had drawn were assigned to other ranks, and it may "
+                "use up to %d of them again. Loops over sampler.steps(loader) skip them",
                 *(self._position.rank, view.number, self._drawn),
             )
 
 
 class _Draws:
-    """Iterator over the batches that a rank draws in an epoch. It may go on after its end, if the plan has grown."""
+    """Iterator over a rank's batches in an epoch. It may go on after its end if the plan has grown."""
 
     def __init__(self, sampler: ElasticSampler, epoch: int) -> None:
         self._sampler = sampler

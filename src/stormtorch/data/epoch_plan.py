@@ -1,8 +1,8 @@
-"""Which rank trains on which samples in which step, for what is left of an epoch and the members of one view.
+"""Partition of an epoch's remaining samples over the members of one view: which rank uses which samples in which step.
 
-All of it follows from a few numbers that every member knows, so ranks compute it alike without a message. Samples are
-positions in the order of the epoch. Steps take them in that order: after a number of steps, what they have used is one
-stretch from the beginning, but for batches that were drawn before the plan was made.
+The plan follows from a few numbers that every member knows, so all ranks compute the same one without a message.
+Samples are positions in the epoch's order. Steps use them in that order: after a number of steps, the used samples are
+one span from the start, except for batches that were drawn before the plan was made.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 from stormtorch.data.spans import ConcatenatedSpans, Spans, size, union, without
 
 Cursor = tuple[int, int]
-"""A place among the batches of one rank: step, and batch within the step."""
+"""Position among the batches of one rank: step, and batch within the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far one rank has come in a plan."""
+    """Progress of one rank in a plan."""
 
     done: int
-    """Steps complete."""
+    """Complete steps."""
     drawn: Cursor
     """The first batch that the rank has not drawn."""
     hand: int
@@ -32,10 +32,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What all members do in a step: how many kept batches each uses, and the sizes of its new batches."""
+    """One step of all members: how many kept batches each uses, and the sizes of its new batches."""
 
     offset: int
-    """Where in what is left the new batches begin."""
+    """Begin of the new batches within the plan's remaining samples."""
     kept_from: tuple[int, ...]
     kept_to: tuple[int, ...]
     new: tuple[tuple[int, ...], ...]
@@ -45,7 +45,7 @@ class _Step:
 class EpochPlan:
     """Batches of all members until the end of the epoch. Every member makes the same number of steps.
 
-    A member without samples in a step has an empty batch there. That happens only where fewer samples than members are
+    A member without samples in a step has an empty batch there. That happens only if fewer samples than members are
     left for the last steps.
     """
 
@@ -54,15 +54,15 @@ class EpochPlan:
     batch_size: int
     """Most samples of a batch."""
     global_batch: int | None
-    """Samples of a step over all members, whoever they are; None gives each member one batch per step."""
+    """Samples of a step over all members, for any number of them; None gives each member one batch per step."""
     drop_last: bool = False
-    """Whether to leave out the last steps if they have too few samples."""
+    """Whether to omit the last steps if they have too few samples."""
     left: Spans
-    """Samples that nobody has drawn."""
+    """Samples that no member has drawn."""
     kept: Mapping[int, Sequence[Spans]] = field(default_factory=dict)
-    """Batches that members drew before the plan was made and have not used, in the order in which they come."""
+    """Batches that members drew before the plan was made and have not used, in the order of their use."""
     hands: Mapping[int, int] = field(default_factory=dict)
-    """How many of its kept batches a member must use in the first step, as it is in the middle of it."""
+    """For a member in the middle of a step: how many of its kept batches the first step must use."""
 
     def __post_init__(self) -> None:
         line = ConcatenatedSpans(self.left)
@@ -70,11 +70,11 @@ class EpochPlan:
         target = self.samples_per_step
         whole, rest = divmod(line.size - offset, target)
         tail = [rest] if rest and not self.drop_last else []
-        # Too few samples for all members make two smaller steps with the last whole one, which leaves nobody idle.
+        # If the rest has too few samples for all members, the last whole step and it become two smaller steps.
         if tail and whole and rest < len(self.members) and target + rest >= 2 * len(self.members):
             whole -= 1
             tail = [(target + rest + 1) // 2, (target + rest) // 2]
-        set_ = object.__setattr__  # frozen for everyone else
+        set_ = object.__setattr__  # the dataclass is frozen
         set_(self, "_line", line)
         set_(self, "_head_steps", head)
         set_(self, "_body", (offset, whole))
@@ -135,12 +135,12 @@ class EpochPlan:
         return middle * each + sum(len(self.batches(step, rank)) for step in explicit)
 
     def after(self, cursor: Cursor, rank: int) -> Cursor:
-        """Returns the place of the batch after the one at `cursor`."""
+        """Returns the position of the batch after the one at `cursor`."""
         step, batch = cursor
         return (step, batch + 1) if batch + 1 < len(self.batches(step, rank)) else (step + 1, 0)
 
     def cursor(self, count: int, rank: int) -> Cursor:
-        """Returns the place after a member's first `count` batches, all of them in the first steps."""
+        """Returns the position after a member's first `count` batches."""
         place = (0, 0)
         for _ in range(count):
             place = self.after(place, rank)
@@ -158,13 +158,13 @@ class EpochPlan:
     ) -> EpochPlan:
         """Returns the plan for the members of the next view.
 
-        Steps that are complete count for all who were members. What a member has drawn stays with it; all else that is
-        not used is dealt out anew, also what those drew who are gone.
+        Complete steps count for all earlier members. Batches that a member has drawn stay with it; all other unused
+        samples are distributed again, including those that lost ranks had drawn.
 
         Args:
             members: Ranks of the next view.
-            progress: How far those have come who were members and tell it.
-            busy: Newcomers in the middle of a step, whose samples others have: their part of the first step is empty.
+            progress: Progress of the earlier members that report it.
+            busy: New members in the middle of a step whose samples others have: their part of the first step is empty.
         """
         most = max(each.done for each in progress.values())
         kept: dict[int, Sequence[Spans]] = {}
@@ -191,7 +191,7 @@ class EpochPlan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what the plan follows from."""
+        """Returns the numbers from which the plan follows."""
         return {
             "members": self.members,
             "batch_size": self.batch_size,
@@ -204,7 +204,7 @@ class EpochPlan:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> EpochPlan:
-        """Makes a plan again from what `to_json` returned."""
+        """Restores a plan from the result of `to_json`."""
         kept = {rank: [_spans(batch) for batch in batches] for rank, batches in given["kept"]}
         changed = {"members": tuple(given["members"]), "left": _spans(given["left"]), "hands": dict(given["hands"])}
         return cls(**{**given, **changed, "kept": kept})
@@ -220,7 +220,7 @@ class EpochPlan:
         return replace(self._ordinary, offset=offset + (step - head) * self.samples_per_step)
 
     def _regular(self, offset: int, samples: int) -> _Step:
-        """A step of new batches only, in shares that differ by at most one sample."""
+        """A step of new batches only, whose sizes per member differ by at most one sample."""
         count = len(self.members)
         kept = tuple(len(self.kept.get(rank, ())) for rank in self.members)
         return _Step(offset, kept, kept, tuple(self._cut(share) for share in _parts(samples, count)))
@@ -229,7 +229,7 @@ class EpochPlan:
         return tuple(_parts(share, math.ceil(share / self.batch_size)))
 
     def _head(self, available: int) -> tuple[list[_Step], int]:
-        """The steps in which kept batches are used, and how many new samples these steps take besides."""
+        """The steps that use kept batches, and how many new samples these steps use in addition."""
         sizes = [[size(batch) for batch in self.kept.get(rank, ())] for rank in self.members]
         used = [0] * len(sizes)
         steps: list[_Step] = []
@@ -245,7 +245,7 @@ class EpochPlan:
         return steps, offset
 
     def _take(self, sizes: list[list[int]], used: list[int], hands: list[int]) -> list[int]:
-        """Up to where each member uses its kept batches: one each, and more if the global batch has room for them."""
+        """End of each member's kept batches in this step: one batch each, and more if they fit the global batch."""
         taken = [
             begin + hand if hand else min(begin + 1, len(each))
             for begin, hand, each in zip(used, hands, sizes, strict=True)
@@ -274,7 +274,7 @@ class EpochPlan:
         fixed: list[int],
         available: int,
     ) -> list[int]:
-        """New samples of each member, beside the kept batches of a step. They go to members with nothing more kept."""
+        """New samples of each member in a step with kept batches. Only members without more kept ones get any."""
         free = [
             index
             for index, each in enumerate(sizes)
@@ -288,17 +288,17 @@ class EpochPlan:
         wanted = max(self.samples_per_step - sum(fixed), 0)
         if self.global_batch is None:
             wanted = self.batch_size * len(free)
-        # Others go on with what they have kept: leave a sample for each of these steps, so that nobody is idle.
+        # Other members go on with kept batches: reserve a sample for each of these steps, so that no member is idle.
         later = max(len(each) - end for each, end in zip(sizes, taken, strict=True))
         count = min(wanted, max(min(len(free), available), available - later * len(free)))
         for index, share in zip(free, _level([fixed[index] for index in free], count), strict=True):
             new[index] = share
         return new
 
-    # --- what has become of the samples -----------------------------------------------------------------------------
+    # --- unused samples ---------------------------------------------------------------------------------------------
 
     def _unused(self, done: Mapping[int, int], most: int) -> Spans:
-        """Samples of steps that are not complete. `most` holds for members who do not tell how many they completed."""
+        """Samples of steps that are not complete. Members that report no progress count with `most` steps."""
         counts = {rank: done.get(rank, most) for rank in self.members}
         first = min(counts.values())
         if first >= self.steps:
@@ -332,12 +332,12 @@ class EpochPlan:
 
 
 def _parts(total: int, count: int) -> list[int]:
-    """Parts of a total that differ by at most one, the larger ones first."""
+    """Splits a total into parts that differ by at most one, the larger ones first."""
     return [total // count + (index < total % count) for index in range(count)]
 
 
 def _level(have: Sequence[int], count: int) -> list[int]:
-    """Deals out `count` more to those who have least, until all have the same or nothing is left."""
+    """Distributes `count` more to those with the least, until all are equal or nothing is left."""
     low, high = 0, max(have) + count
     while low < high:
         middle = (low + high + 1) // 2

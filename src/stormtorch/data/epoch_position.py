@@ -1,4 +1,4 @@
-"""Where one rank stands in an epoch, and how ranks tell each other when the view changes."""
+"""Position of one rank in an epoch, its checkpoint, and the exchange of positions when the view changes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _Name = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerSettings:
-    """What all ranks must have been given alike."""
+    """Settings of the sampler, which must be the same on all ranks."""
 
     length: int
     """Samples of an epoch."""
     batch_size: int
     constant: bool
-    """Whether the global batch stays the same whoever is there."""
+    """Whether the global batch stays the same for any number of ranks."""
     drop_last: bool
     shuffle: bool
 
     def check(self, other: Mapping[str, Any], whose: str) -> None:
-        """Raises a ValueError if others were given something else."""
+        """Raises ValueError if another rank has other settings."""
         for name in self.__slots__:
             mine, theirs = getattr(self, name), other[name]
             if mine != theirs:
@@ -39,7 +39,7 @@ class SamplerSettings:
 
 @dataclass(slots=True)
 class _PlanPosition:
-    """A plan, and how far this rank has come in it."""
+    """A plan, and this rank's progress in it."""
 
     name: _Name
     plan: EpochPlan
@@ -51,19 +51,19 @@ class _PlanPosition:
 
     def to_json(self) -> dict[str, Any]:
         progress = {"done": self.done, "drawn": self.drawn, "hand": self.hand}
-        # As a string within the string: who gets many of them, all alike, decodes one.
+        # A string within the JSON: a receiver of many equal plans decodes only one.
         return {"name": self.name, "plan": json.dumps(self.plan.to_json()), "progress": progress}
 
 
 class EpochPosition:
-    """Place of one rank in the epoch: which batch it draws next, which step is complete, what the next plan is.
+    """Position of one rank in the epoch: which batch it draws next, which steps are complete, what the next plan is.
 
-    A view may be overtaken by the next one before all its members have a plan for it. All then go back to the plan of
-    the last view that was in place, so a rank keeps that one until it goes on training.
+    A view may be superseded before all its members have a plan for it. All then return to the plan of the last view
+    that all had installed, so a rank keeps that one until it goes on training.
 
     Args:
-        terms: What all ranks were given.
-        seed: Seed of the order of samples.
+        terms: Settings of the sampler.
+        seed: Random seed of the order of samples.
         rank: This rank.
         members: Ranks that train together.
     """
@@ -76,10 +76,10 @@ class EpochPosition:
         self.members = tuple(sorted(members))
         self.view = 0
         self.global_batch: int | None = None
-        """Samples of every step, if they are to stay the same; known from the first plan on."""
-        self._left: Spans = union([(0, terms.length)])  # at the beginning of the first plan
+        """Samples of every step, if the global batch is constant; known from the first plan on."""
+        self._left: Spans = union([(0, terms.length)])  # at the begin of the first plan
         self._plan_position: _PlanPosition | None = None
-        self._earlier: _PlanPosition | None = None  # in the last view before this one that was in place
+        self._earlier: _PlanPosition | None = None  # in the last earlier view that all members had installed
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class EpochPosition:
 
     @property
     def plan(self) -> EpochPlan:
-        """The plan of what is left of the epoch."""
+        """The plan of the rest of the epoch."""
         return self._begin().plan
 
     def begin(self) -> int:
@@ -123,36 +123,36 @@ class EpochPosition:
         position = self._begin()
         if not self.inside or position.drawn[0] >= position.plan.steps:
             return None
-        self._earlier = None  # training goes on, so the view is in place
+        self._earlier = None  # training goes on, so all members have installed the view
         step, number = position.drawn
         position.drawn = position.plan.after(position.drawn, self.rank)
         return position.plan.batches(step, self.rank)[number]
 
     def rewind(self) -> None:
-        """Takes back what was drawn and is not used: it will be drawn again."""
+        """Returns unused batches to the plan: they will be drawn again."""
         position = self._begin()
         if self.inside and position.done < position.plan.steps:
             count = len(position.plan.batches(position.done, self.rank))
             position.drawn = (position.done, position.hand) if position.hand < count else (position.done + 1, 0)
 
     def take_in_hand(self) -> None:
-        """Notes that the training loop has taken one more batch of the step in progress."""
-        self._earlier = None  # training goes on, so the view is in place
+        """Records that the training loop has taken one more batch of the step in progress."""
+        self._earlier = None  # training goes on, so all members have installed the view
         self._begin().hand += 1
 
     def put_back(self) -> None:
-        """Notes that the step in progress will not be completed with the batches in hand."""
+        """Records that the step in progress will not be completed with the batches taken so far."""
         self._begin().hand = 0
 
     def assume_busy(self) -> None:
-        """Notes that a loop which does not say what it takes is in the middle of a step, if it can be."""
+        """Records that a loop that does not report the batches it takes may be in the middle of a step."""
         position = self._begin()
         if not position.hand and position.drawn > (position.done, 0):
             position.hand = len(position.plan.batches(position.done, self.rank))
 
     def step_done(self) -> None:
-        """Notes that a step is complete. The last step of an epoch begins the next one."""
-        self._earlier = None  # training goes on, so the view is in place
+        """Records that a step is complete. The last step of an epoch begins the next one."""
+        self._earlier = None  # training goes on, so all members have installed the view
         position = self._begin()
         position.done += 1
         position.hand = 0
@@ -161,7 +161,7 @@ class EpochPosition:
             self.go_to(self.epoch + 1)
 
     def go_to(self, epoch: int) -> None:
-        """Begins an epoch, whatever is left of the present one."""
+        """Begins an epoch and drops the rest of the present one."""
         self.epoch = epoch
         self._left = union([(0, self.terms.length)])
         self._plan_position = self._earlier = None
@@ -174,12 +174,12 @@ class EpochPosition:
     # --- membership -------------------------------------------------------------------------------------------------
 
     def set_members(self, rank: int, view: int, members: Sequence[int]) -> None:
-        """Says who this rank is and who is there, before anything is drawn."""
+        """Sets this rank and the members, before anything is drawn."""
         self.rank, self.view, self.members = rank, view, tuple(sorted(members))
         self._plan_position = None
 
     def give(self) -> bytes:
-        """Returns what others need to know of this rank when the view changes."""
+        """Returns this rank's contribution to the exchange at a view change."""
         places = [self._begin(), *([self._earlier] if self._earlier else [])]
         return json.dumps(
             {
@@ -198,13 +198,13 @@ class EpochPosition:
         members: Sequence[int],
         base: int,
     ) -> bool:
-        """Makes the plan for a new view from what ranks have given. All members make the same one.
+        """Makes the plan for a new view from the contributions of the ranks. All members make the same one.
 
         Args:
-            given: What each rank gave: nothing or no bytes if it has just come.
+            given: Contribution of each rank; missing or empty for ranks that have just joined.
             view: Number of the view.
             members: Ranks in it.
-            base: Number of the last view that was in place on all its members.
+            base: Number of the last view that all its members had installed.
 
         Returns:
             Whether the batches that this rank has drawn are still its own.
@@ -248,7 +248,7 @@ class EpochPosition:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns what a job of any size needs to go on from the steps that are complete."""
+        """Returns a checkpoint after the complete steps, which a job of any size can load."""
         left = self._plan_position.plan.unused(self._plan_position.done) if self._plan_position else self._left
         return {
             "epoch": self.epoch,
@@ -259,11 +259,11 @@ class EpochPosition:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state."""
+        """Goes on from a checkpoint."""
         if state["length"] != self.terms.length:
             raise ValueError(
                 f"the state is of a data set of {state['length']} samples, this one has {self.terms.length}: "
-                "load it with the data it was made with"
+                "load it with the data set with which it was saved"
             )
         self.go_to(state["epoch"])
         self.seed = state["seed"]
@@ -277,7 +277,8 @@ class EpochPosition:
                 if self._plan_position.plan.left == whole:
                     raise ValueError(
                         f"drop_last leaves nothing of {self.terms.length} samples, as a step of {len(self.members)} "
-                        f"ranks needs {self._plan_position.plan.samples_per_step}: set drop_last=False or a smaller batch_size"
+                        f"ranks needs {self._plan_position.plan.samples_per_step}: set drop_last=False or a smaller "
+                        "batch_size"
                     )
                 self.go_to(self.epoch + 1)  # what was left is dropped
             if self.terms.constant and self.global_batch is None:

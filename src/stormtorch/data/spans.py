@@ -1,4 +1,4 @@
-"""Sets of positions as sorted spans, so that what is left of an epoch is a few numbers however many samples it has."""
+"""Sets of positions as sorted spans, so that the rest of an epoch of any length is a few numbers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int]
-"""Positions from the first number up to, and without, the second."""
+"""Positions from the first number up to the second, which is excluded."""
 Spans = tuple[Span, ...]
 
 
 def size(spans: Iterable[Span]) -> int:
-    """Returns how many positions spans have."""
+    """Returns the number of positions in spans."""
     return sum(end - first for first, end in spans)
 
 
 def union(spans: Iterable[Span]) -> Spans:
-    """Returns the same positions in ascending order, with spans that touch made one."""
+    """Returns the same positions in ascending order, with adjacent spans merged."""
     found: list[Span] = []
     for first, end in sorted(each for each in spans if each[0] < each[1]):
         if found and first <= found[-1][1]:
@@ -44,7 +44,7 @@ def without(spans: Iterable[Span], removed: Iterable[Span]) -> Spans:
 
 
 class ConcatenatedSpans:
-    """Spans laid end to end, out of which stretches are cut by their distance from the beginning."""
+    """Spans laid end to end, from which ranges are selected by their offset."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = tuple(spans)
@@ -52,7 +52,7 @@ class ConcatenatedSpans:
         self.size = self._ends[-1] if self._ends else 0
 
     def select(self, begin: int, count: int) -> Spans:
-        """Returns the spans of `count` positions, the first of which lies `begin` from the beginning."""
+        """Returns the spans of `count` positions from the offset `begin`."""
         found: list[Span] = []
         number = bisect.bisect_right(self._ends, begin)
         while count > 0:

@@ -1,4 +1,5 @@
-"""Diagnosis of a machine, and of the network between several: checks, measurements, a culprit and a remedy.
+"""Diagnosis of a machine, and of the network between several: checks, measurements, culprits and remedies.
 
-Used by the command `stormtorch doctor`. Begin with `director.py`, who measures whom, and `verdict.py`, the reasoning.
+Used by the command `stormtorch doctor`. Begin with `director.py` (schedules the tests) and `verdict.py` (the
+reasoning).
 """

@@ -17,18 +17,18 @@ _STEPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Settings that suit a network; None where the usual value does."""
+    """Settings that suit a network; None keeps the default."""
 
     datagram_bytes: int | None = None
     eager_bytes: int | None = None
     silence_s: float | None = None
     port: int | None = None
     exact: bool = False
-    """Whether the network loses so little that repair costs nothing."""
+    """Whether the loss is so low that retransmission costs almost nothing."""
     wire: str | None = None
 
     def options(self) -> str:
-        """Options as Python, to paste; empty if the usual ones suit."""
+        """Options as Python, to paste; empty if the defaults suit."""
         chosen = {
             "datagram_bytes": self.datagram_bytes,
             "eager_bytes": self.eager_bytes,
@@ -51,7 +51,7 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedCost:
-    """Prediction of a training's communication. Nothing of it was measured but the network."""
+    """Predicted communication cost of a training. Only the network was measured."""
 
     parameters: int
     ranks: int
@@ -61,14 +61,14 @@ class PredictedCost:
     rate_bits: float
     """Rate of the slowest link."""
     rate_is_limit: bool
-    """Whether the line can do no more than `rate_bits`; otherwise it may do more."""
+    """Whether the network limited `rate_bits`; otherwise the link may carry more."""
     round_trip_s: float
     reliable_s: float
-    """Seconds a step of a ring that repairs every loss at once and wastes nothing else; TCP takes longer."""
+    """Seconds per step of an ideal ring all-reduce that retransmits every loss at once; TCP takes longer."""
     drift_s: float
-    """Seconds a step under BoundedDrift, which repairs nothing."""
+    """Seconds per step under BoundedDrift, which retransmits nothing."""
     more_steps: float
-    """Factor by which BoundedDrift needs more steps, where noise limits the training."""
+    """Factor by which BoundedDrift needs more steps, if gradient noise limits the training."""
 
     def to_json(self) -> dict[str, Any]:
         """Prediction as plain data."""
@@ -76,7 +76,7 @@ class PredictedCost:
 
 
 def advise(found: Examination, cost: PredictedCost | None = None) -> Advice:
-    """Settings for a network, by what was measured."""
+    """Chooses settings for a network from its measurements."""
     links = _usable(found)
     if not links:
         return Advice()
@@ -85,7 +85,7 @@ def advise(found: Examination, cost: PredictedCost | None = None) -> Advice:
         for link in links
         if link.path_bytes and link.path_bytes < min(found.ranks[each].mtu for each in (link.source, link.target))
     ]
-    # Whatever is under way in a round trip must not wait for the receiver's word.
+    # Send a bandwidth-delay product eagerly, without waiting for the receiver's `ready`.
     under_way = max((link.bottleneck_bits / 8 * (link.round_trip_s or 0.0) for link in links), default=0.0)
     slowest = max((link.round_trip_s or 0.0 for link in links), default=0.0)
     longest_run = max((link.burst for link in links if link.loss >= LOSS_NOTE), default=1.0)
@@ -106,17 +106,17 @@ def predict_cost(
 ) -> PredictedCost | None:
     """Predicts the communication of a training on this network; None if too little was measured.
 
-    Each rank sends and receives 2 (n-1)/n of the model in a step. The reliable ideal is a ring, as gloo's: all of that
-    passes from each rank to the next one, every lost datagram is sent again until it arrives, 1/(1-p) times the bytes,
-    and 2 (n-1) messages wait for each other, each half a round trip. Under BoundedDrift, gradients go to their owners
-    and parameters come back: each link carries 2/n of the model, everything is sent once, and two messages wait for
-    each other. Fewer gradients in a mean make it noisier, which costs steps (`theory.lead_steps`).
+    Each rank sends and receives 2 (n-1)/n of the model in a step. The reliable ideal is a ring all-reduce, as gloo's:
+    each rank sends all of that to the next one, retransmissions make it 1/(1-p) times the bytes, and 2 (n-1) messages
+    follow one another, each after half a round trip. Under BoundedDrift, gradients go to their owners and parameters
+    come back: each link carries 2/n of the model, everything is sent once, and two messages follow one another. A mean
+    over fewer gradients is noisier, which costs steps (`theory.lead_steps`).
     """
     links = [link for link in _usable(found) if link.rate_bits]
     ranks = ranks or len(found.ranks)
     if not links or ranks < 2:
         return None
-    # A receiver without room says little about the line.
+    # A link whose receive buffer overflowed says little about the network.
     links = [link for link in links if not link.overflowed] or links
     loss = min(mean([link.loss for link in links]), 0.9)
     trips = [link.round_trip_s for link in links if link.round_trip_s is not None]
@@ -126,7 +126,7 @@ def predict_cost(
     line = _bottleneck_rate(rates)
     everyone = sorted(found.ranks)
     ring = [rates[pair] for pair in zip(everyone, everyone[1:] + everyone[:1], strict=True) if pair in rates]
-    # Of other numbers of ranks, only the hosts' lines are known.
+    # For another number of ranks, only the hosts' own rates are known.
     same = ranks == len(everyone)
     ring_bits = min([line, *(ring if same else [])])
     once = max(moved * 8 / line, moved / (ranks - 1) * 8 / min(rates.values()) if same else 0.0)
@@ -146,7 +146,7 @@ def predict_cost(
 
 
 def _bottleneck_rate(rates: dict[tuple[int, int], float]) -> float:
-    """Rate of the slowest host's line, in the direction in which it is slower: what its best link carries."""
+    """Rate of the slowest host in its slower direction. A host's rate is that of its best link."""
     best: dict[tuple[int, str], float] = {}
     for (source, target), bits in rates.items():
         for end in ((source, "up"), (target, "down")):
@@ -155,7 +155,7 @@ def _bottleneck_rate(rates: dict[tuple[int, int], float]) -> float:
 
 
 def _usable(found: Examination) -> list[DirectedLink]:
-    """Links over which something comes: whoever trains must first repair the others, or do without them."""
+    """Links that carry any datagrams. The others must be repaired, or their hosts removed, before a training."""
     return [link for link in found.links.values() if link.received]
 
 

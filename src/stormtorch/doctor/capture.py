@@ -1,7 +1,7 @@
-"""Keeps what was measured as a file that the lab and the simulator read (`stormtorch.network.link_file`).
+"""Writes the measurements as a file that the lab and the simulator replay (`stormtorch.network.link_file`).
 
-Each direction of a link keeps its own losses, datagram by datagram, as a trace; it also keeps its delay. Hosts keep
-the rate of their lines where the network limited it, and a path MTU that is smaller than their interface's.
+Each direction of a link has its loss, datagram by datagram, as a trace, and its delay. A host has its rate if the
+network limited it, and its path MTU if that is smaller than its interface's.
 """
 
 import json
@@ -10,13 +10,13 @@ from typing import Any
 
 from stormtorch.doctor.examination import DirectedLink, Examination
 
-# Below that, the lab's own bridge is slower, and a delay would need another kind of network.
+# Shorter delays than this are below that of the lab's own bridge.
 _LEAST_DELAY_S = 0.001
 _FEWEST_DIGITS = 100
 
 
 def write_links(found: Examination, path: Path) -> None:
-    """Writes the file. Ranks keep their numbers: in the lab, rank 2 is host 2."""
+    """Writes the file. In the lab, rank 2 becomes host 2."""
     data: dict[str, Any] = {"links": [_link(link) for _, link in sorted(found.links.items())]}
     hosts = [line for rank in sorted(found.ranks) if len(line := _host(found, rank)) > 1]
     if hosts:
@@ -31,7 +31,7 @@ def _link(link: DirectedLink) -> dict[str, Any]:
     if not link.received:
         entry["loss"] = 1.0
     elif link.sent < _FEWEST_DIGITS or link.overflowed_steady or "1" not in link.lost:
-        # Losses of a full buffer are the host's, not the link's: keep the rate alone.
+        # Drops at a full buffer belong to the host, not to the link: write the loss rate, not the trace.
         entry["loss"] = round(link.loss, 6)
     else:
         entry["trace"] = link.lost
@@ -41,7 +41,7 @@ def _link(link: DirectedLink) -> dict[str, Any]:
 
 
 def _host(found: Examination, rank: int) -> dict[str, Any]:
-    """Line of a host: what its best link carries, as the others are limited elsewhere."""
+    """Entry of a host: its rate is that of its best link, as the others are limited elsewhere."""
     line: dict[str, Any] = {"host": rank}
     own = {
         "up": [link for link in found.links.values() if link.source == rank and link.rate_bits],

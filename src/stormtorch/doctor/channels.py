@@ -1,6 +1,6 @@
-"""Ways between the one who directs an examination and its ranks: the pipes of a command such as ssh, or a store.
+"""RPC channels between the director and the workers: the pipes of a command such as ssh, or a store.
 
-Both carry one order and one answer at a time, as JSON.
+Both carry one request and one answer at a time, as JSON.
 """
 
 import contextlib
@@ -16,36 +16,36 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 MARK = "stormtorch-doctor "
-"""Beginning of the lines that are answers: a host may print others, such as a greeting."""
+"""Prefix of lines that are answers: a host may print others, such as a login banner."""
 _MOST_LINE = 1 << 20
 _MOST_KEPT_LINES = 20
 _POLL_S = 0.01
-# A rank may wait for its next order while all others come, and while others answer: beyond that, this long.
+# Margin beyond the longest regular gap between two requests, after which a worker takes the director for lost.
 _SPARE_S = 60.0
 _EXIT_GRACE_S = 1.0
 
 
 class WorkerLost(RuntimeError):
-    """Raised when a rank ends, or does not answer; the message says why."""
+    """Raised when a worker ends or does not answer; the message says why."""
 
 
 class Channel(Protocol):
-    """Director's side of the way to one rank."""
+    """Director's end of the channel to one worker."""
 
     def order(self, message: dict[str, Any]) -> None:
-        """Sends an order."""
+        """Sends a request."""
         ...
 
     def answer(self, deadline: float) -> dict[str, Any]:
-        """Waits for the answer, until a moment of `time.monotonic`.
+        """Waits for the answer until `deadline`, in terms of `time.monotonic`.
 
         Raises:
-            WorkerLost: The rank has ended, or the answer has not come in time.
+            WorkerLost: The worker has ended, or did not answer in time.
         """
         ...
 
     def close(self) -> None:
-        """Ends the rank, if it still runs."""
+        """Ends the worker if it still runs."""
         ...
 
 
@@ -53,7 +53,7 @@ class Channel(Protocol):
 
 
 class PipeChannel:
-    """A rank that a command of this machine has started, such as ssh."""
+    """Channel to a worker that a local command, such as ssh, has started."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
         self.errors: list[str] = []
@@ -66,7 +66,7 @@ class PipeChannel:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is for the director, who then ends the ranks
+            start_new_session=True,  # only the director gets Ctrl-C, and then ends the workers
             env=environment,
         )
         self._readers = [threading.Thread(target=each, daemon=True) for each in (self._read_answers, self._read_errors)]
@@ -74,7 +74,7 @@ class PipeChannel:
             reader.start()
 
     def order(self, message: dict[str, Any]) -> None:
-        """Sends an order. A rank that has ended shows when its answer is awaited."""
+        """Sends a request. A worker that has ended is noticed by `answer`."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.write(json.dumps(message) + "\n")
@@ -95,7 +95,7 @@ class PipeChannel:
             return _parsed(line)
 
     def close(self) -> None:
-        """Ends the command: first by the end of its input, and then by force."""
+        """Ends the command: first by closing its input, then by signals."""
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
@@ -127,10 +127,9 @@ class PipeChannel:
 
 
 class PipeWorkerChannel:
-    """The rank's side: orders on the standard input, answers on the standard output.
+    """Worker's end: requests on standard input, answers on standard output.
 
-    A thread reads the orders, so that a rank ends soon after its director, however that has ended and whatever the rank
-    is doing.
+    A thread reads the requests, so that the worker ends soon after its director, whatever it is doing.
     """
 
     def __init__(self) -> None:
@@ -138,7 +137,7 @@ class PipeWorkerChannel:
         threading.Thread(target=self._read, name="orders", daemon=True).start()
 
     def receive(self) -> dict[str, Any] | None:
-        """Waits for the next order; None when the director has gone."""
+        """Waits for the next request; None if the director is gone."""
         return self._orders.get()
 
     def _read(self) -> None:
@@ -159,19 +158,19 @@ class PipeWorkerChannel:
 
 
 class StoreChannel:
-    """A rank that looks for its orders in a store of torch.distributed."""
+    """Channel to a worker that polls a store of torch.distributed for its requests."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
         self._orders = self._answers = 0
 
     def order(self, message: dict[str, Any]) -> None:
-        """Leaves an order in the store."""
+        """Puts a request into the store."""
         self._store.set(f"order/{self._rank}/{self._orders}", json.dumps(message))
         self._orders += 1
 
     def answer(self, deadline: float) -> dict[str, Any]:
-        """Looks for the answer until it is there."""
+        """Polls the store for the answer."""
         found = _poll(self._store, f"answer/{self._rank}/{self._answers}", deadline)
         if found is None:
             raise WorkerLost("it does not answer")
@@ -179,16 +178,16 @@ class StoreChannel:
         return found
 
     def close(self) -> None:
-        """Does nothing: the rank has been told to end."""
+        """Does nothing: the worker ends on its last request."""
 
 
 class StoreWorkerChannel:
-    """The rank's side of a store.
+    """Worker's end of a channel over a store.
 
     Args:
         store: The store.
         rank: This rank.
-        request_gap_s: Longest time between two orders of a director that lives: see `director.longest_pause_s`.
+        request_gap_s: Longest time between two requests of a live director: see `director.longest_request_gap_s`.
     """
 
     def __init__(self, store: Any, rank: int, request_gap_s: float) -> None:
@@ -196,7 +195,7 @@ class StoreWorkerChannel:
         self._orders = self._answers = 0
 
     def receive(self) -> dict[str, Any] | None:
-        """Looks for the next order; None when the store has gone, or no director that lives would wait so long."""
+        """Polls for the next request; None if the store is gone or the director has been silent for too long."""
         try:
             found = _poll(
                 self._store, f"order/{self._rank}/{self._orders}", time.monotonic() + self._pause_s + _SPARE_S
@@ -207,14 +206,14 @@ class StoreWorkerChannel:
         return found
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Leaves the answer in the store."""
+        """Puts the answer into the store."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"answer/{self._rank}/{self._answers}", json.dumps(message))
         self._answers += 1
 
 
 def _poll(store: Any, key: str, deadline: float) -> dict[str, Any] | None:
-    # By looking again and again, not by waiting in the store: a waiting call would keep other threads out.
+    # Poll instead of a blocking wait, which would block the other threads of this store.
     pause = _POLL_S
     try:
         while not store.check([key]):
@@ -224,14 +223,14 @@ def _poll(store: Any, key: str, deadline: float) -> dict[str, Any] | None:
             pause = min(1.2 * pause, 0.1)
         return _parsed(store.get(key).decode())
     except RuntimeError as error:
-        raise WorkerLost(f"the store has gone: {str(error).splitlines()[0]}") from error
+        raise WorkerLost(f"the store is gone: {str(error).splitlines()[0]}") from error
 
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
         message = json.loads(text)
     except ValueError as error:
-        raise WorkerLost("it answers what is no JSON") from error
+        raise WorkerLost("its answer is not JSON") from error
     if not isinstance(message, dict):
-        raise WorkerLost("it answers what is no object")
+        raise WorkerLost("its answer is not a JSON object")
     return message

@@ -1,8 +1,8 @@
-"""Layout of the doctor's datagrams. They may come from anyone: what is not ours is None, never an error.
+"""Wire format of the doctor's datagrams. They may come from anyone: a foreign one parses as None, never as an error.
 
 Every datagram begins with a header, in network byte order: a mark, the cookie of this examination, which only its ranks
 know, the kind, the sending rank, the number of a train, a number within it, and the sender's clock. No answer is longer
-than its question, so that nobody can use a rank to amplify traffic.
+than its request, so that a rank cannot be used to amplify traffic.
 """
 
 import hmac
@@ -19,20 +19,20 @@ HEADER_BYTES = _HEADER.size
 _ECHO = struct.Struct(">QQH46s")
 _TALLY = struct.Struct(">IIdd")
 ECHO_BYTES = HEADER_BYTES + _ECHO.size
-"""Bytes of an echo, asked or answered."""
+"""Bytes of an echo request or reply."""
 TALLY_BYTES = HEADER_BYTES + _TALLY.size
-"""Bytes of a tally, asked or answered."""
+"""Bytes of a tally request or reply."""
 
 
 class Kind(IntEnum):
     """Kinds of datagrams."""
 
     TRAIN = 0
-    """One of a train, which the receiver counts."""
+    """Part of a packet train; the receiver counts it."""
     ECHO_REQUEST = 1
     ECHO_REPLY = 2
     TALLY_REQUEST = 3
-    """Asks what has arrived of a train."""
+    """Requests how much of a train has arrived."""
     TALLY_REPLY = 4
 
 
@@ -45,28 +45,28 @@ class Header(NamedTuple):
     train: int
     number: int
     time_ns: int
-    """Sender's clock; in an answer, the asker's."""
+    """Sender's clock; in a reply, that of the request."""
 
 
 class Echo(NamedTuple):
-    """Body of an answered echo."""
+    """Body of an echo reply."""
 
     received_ns: int
-    """Clock of the answering rank when the question came."""
+    """Clock of the replying rank when the request arrived."""
     answered_ns: int
     seen: str
-    """Address of the asker, as the answering rank sees it."""
+    """Address of the requesting rank, as the replying rank sees it."""
     seen_port: int
 
 
 class Tally(NamedTuple):
-    """Body of an answered tally."""
+    """Body of a tally reply."""
 
     arrived: int
     largest: int
     """Bytes of the largest datagram of the train that arrived."""
     bytes_per_s: float
-    """Rate at which the fastest stretch of the train arrived; 0 if too little did."""
+    """Rate of the fastest stretch of the train; 0 if too little arrived."""
     sent_per_s: float
     """Bytes per second at which the same stretch was sent, by the sender's clock."""
 
@@ -78,23 +78,23 @@ def pack(cookie: bytes, header: Header, body: bytes = b"", *, size: int = 0) -> 
 
 
 def unpack(cookie: bytes, datagram: bytes) -> Header | None:
-    """Reads the header; None if the datagram is none of this examination."""
+    """Reads the header; None if the datagram does not belong to this examination."""
     if len(datagram) < HEADER_BYTES:
         return None
     mark, theirs, kind, source, train, number, time_ns = _HEADER.unpack_from(datagram)
-    # The cookie is secret: comparing takes as long whatever a stranger sends.
+    # The cookie is secret: compare in constant time.
     if mark != _MARK or not hmac.compare_digest(theirs, cookie) or kind >= len(Kind):
         return None
     return Header(Kind(kind), source, train, number, time_ns)
 
 
 def echo_body(echo: Echo) -> bytes:
-    """Packs the answer to an echo."""
+    """Packs an echo reply."""
     return _ECHO.pack(echo.received_ns, echo.answered_ns, echo.seen_port, echo.seen.encode()[:46])
 
 
 def read_echo(datagram: bytes) -> Echo | None:
-    """Reads the answer to an echo; None if it makes no sense."""
+    """Reads an echo reply; None if it is malformed."""
     if len(datagram) < ECHO_BYTES:
         return None
     received_ns, answered_ns, port, seen = _ECHO.unpack_from(datagram, HEADER_BYTES)
@@ -107,12 +107,12 @@ def read_echo(datagram: bytes) -> Echo | None:
 
 
 def tally_body(tally: Tally) -> bytes:
-    """Packs the answer to a tally."""
+    """Packs a tally reply."""
     return _TALLY.pack(*tally)
 
 
 def read_tally(datagram: bytes) -> Tally | None:
-    """Reads the answer to a tally; None if it makes no sense."""
+    """Reads a tally reply; None if it is malformed."""
     if len(datagram) < TALLY_BYTES:
         return None
     tally = Tally(*_TALLY.unpack_from(datagram, HEADER_BYTES))

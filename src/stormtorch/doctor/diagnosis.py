@@ -1,4 +1,4 @@
-"""Findings: what the doctor says about one thing, how bad that is, and what to do about it."""
+"""A diagnosis of the doctor: what was found, how bad it is, and the remedy."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Level(StrEnum):
-    """Weight of a finding."""
+    """Severity of a diagnosis."""
 
     OK = "ok"
     NOTE = "worth knowing"
@@ -16,25 +16,25 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     subject: str
-    """Thing that was looked at, in a word or two; findings about a network name their kind: "loss", "path MTU"."""
+    """What was checked, in a word or two: "cores", or for a network "loss", "path MTU"."""
     level: Level
     text: str
-    """Sentence that says what was found."""
+    """What was found, in one sentence."""
     remedy: str = ""
     """Command, setting or step that helps; empty if nothing needs to be done."""
     ranks: tuple[int, ...] = ()
-    """Ranks at fault: one for a host; sender and receiver for one direction of a link, the lower rank first if both
-    directions are meant; none if it is nobody in particular."""
+    """Ranks at fault: one for a host; sender and receiver for one direction of a link, the lower rank first for both
+    directions; empty if no single rank or link is at fault."""
 
     def to_json(self) -> dict[str, Any]:
-        """Finding as plain data."""
+        """Diagnosis as plain data."""
         return {**asdict(self), "level": self.level.value, "ranks": list(self.ranks)}
 
 
 def worst(diagnoses: Iterable[Diagnosis]) -> Level:
-    """Highest level of some findings."""
+    """Highest level of some diagnoses."""
     order = list(Level)
     return max((each.level for each in diagnoses), key=order.index, default=Level.OK)

@@ -1,4 +1,4 @@
-"""Directs an examination: who measures whom, when and for how long, and what comes of it."""
+"""Directs an examination: schedules the pairs of ranks that measure each other, and collects the results."""
 
 import secrets
 import threading
@@ -12,49 +12,48 @@ from stormtorch.doctor.examination import DirectedLink, Examination, Rank
 from stormtorch.telemetry.progress import Advance
 
 _ROUND_S, _LEAST_ROUND_S, _MOST_S = 5.5, 1.0, 60.0
-# Time that a rank may need beyond what it was given: TCP that carries the orders meets the same losses.
+# Extra time for a rank to answer: the TCP connection of its requests suffers the same losses.
 _GRACE_S = 15.0
 Pair = tuple[int, int]
 
 
 def round_robin(ranks: Sequence[int]) -> list[list[Pair]]:
-    """Rounds in which every pair meets once, and no rank is in two pairs of a round: no line carries two tests."""
+    """Schedules every pair once, in rounds. A rank is in one pair of a round, so that its link carries one test."""
     players: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
     rounds = []
     for _ in range(len(players) - 1):
         half = len(players) // 2
         pairs = zip(players[:half], reversed(players[half:]), strict=True)
         rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
-        players = [players[0], players[-1], *players[1:-1]]  # the first one stays, the others move on by one
+        players = [players[0], players[-1], *players[1:-1]]  # the first one stays, the others rotate
     return rounds
 
 
 def round_seconds(ranks: int, seconds: float | None) -> float:
-    """Time of one round: `seconds` are for all of them together; None takes what is usual."""
+    """Duration of one round: `seconds` is the total of all rounds; None takes the default."""
     rounds = max(ranks - 1 + ranks % 2, 1)
     total = min(_ROUND_S * rounds, _MOST_S) if seconds is None else seconds
     return max(total / rounds, _LEAST_ROUND_S)
 
 
 def longest_request_gap_s(wait_s: float, seconds: float | None, ranks: int) -> float:
-    """Longest time for which a rank may wait for its next order: while the others come, or while a round of which it
-    has no part ends, with all the time that the ranks of that round may need.
+    """Longest time between two requests to a rank: while others join, or while it has no part in a round.
 
     Args:
-        wait_s: How long the director waits until all have come.
-        seconds: Time of all rounds together; None takes what is usual.
-        ranks: Ranks of the job. Where fewer come, rounds are longer; two come at least.
+        wait_s: How long the director waits for all ranks to report.
+        seconds: Total of all rounds; None takes the default.
+        ranks: Ranks of the job. With fewer of them present, rounds are longer; at least two take part.
     """
     longest_round_s = max(round_seconds(each, seconds) for each in range(2, max(ranks, 2) + 1))
     return max(wait_s, longest_round_s + 2 * _GRACE_S + 1.0)
 
 
 class Director:
-    """Directs the ranks at the other ends of some channels.
+    """Directs the workers of all ranks through their channels.
 
     Args:
-        channels: Ways to the ranks.
-        explain: Called with a rank that is lost and the reason so far; returns the reason in full.
+        channels: Channel to each rank.
+        explain: Called with a lost rank and a short reason; returns the full reason.
     """
 
     def __init__(
@@ -67,11 +66,11 @@ class Director:
 
     @property
     def present(self) -> list[int]:
-        """Ranks that have come and are not lost."""
+        """Ranks that have reported and are not lost."""
         return sorted(self._ranks.keys() - self._missing.keys())
 
     def rendezvous(self, wait_s: float) -> Examination:
-        """Waits until all ranks have come, or so many seconds; returns who came, with nothing measured."""
+        """Waits up to `wait_s` for all ranks to report; returns the ranks present, without measurements."""
         deadline = time.monotonic() + wait_s
 
         def receive_self_report(rank: int) -> None:
@@ -88,7 +87,7 @@ class Director:
         return self._examination(0.0)
 
     def examine(self, seconds: float | None, advance: Advance) -> Examination:
-        """Measures every pair of the ranks that have come."""
+        """Measures every pair of the ranks present."""
         begin = time.monotonic()
         present = sorted(self._ranks)
         cookie = secrets.token_hex(COOKIE_BYTES)
@@ -104,7 +103,7 @@ class Director:
         return self._examination(time.monotonic() - begin)
 
     def end(self) -> None:
-        """Lets all ranks end."""
+        """Ends all workers."""
         for channel in self._channels.values():
             channel.order({"order": "end"})
         _at_once([channel.close for channel in self._channels.values()])
@@ -126,7 +125,7 @@ class Director:
         result = self._answers(
             {a: {"order": "ask", "peer": self._peer(b), "seconds": seconds} for a, b in directions}, seconds
         )
-        # The last datagrams may still be under way.
+        # The last datagrams may still be in flight.
         longest = max((max(each["round_trips_s"], default=0.0) for each in result.values()), default=0.0)
         time.sleep(min(0.1 + longest, 1.0))
         orders = {
@@ -140,7 +139,7 @@ class Director:
                 self._links[a, b] = _link(a, b, result[a], reports[b])
 
     def _answers(self, orders: Mapping[int, dict[str, Any]], seconds: float) -> dict[int, dict[str, Any]]:
-        """Gives orders at once and waits for all answers; a rank that does not answer is missing from then on."""
+        """Sends all requests, then waits for the answers. A rank that does not answer in time counts as missing."""
         for rank, order in orders.items():
             self._channels[rank].order(order)
         deadline = time.monotonic() + seconds + _GRACE_S
@@ -182,15 +181,17 @@ def _rank(rank: int, card: dict[str, Any]) -> Rank:
     try:
         return Rank(**{**known, "rank": rank})
     except TypeError as error:
-        raise WorkerLost(f"its stormtorch speaks another way ({error}): is it the same version?") from error
+        raise WorkerLost(
+            f"its self-report is incomplete ({error}): install the same version of stormtorch on all hosts"
+        ) from error
 
 
 def _waited(why: str, wait_s: float) -> str:
-    return f"has not come within {wait_s:g} s" if why == "it does not answer" else why
+    return f"did not report within {wait_s:g} s" if why == "it does not answer" else why
 
 
 def _at_once(calls: Sequence[Callable[[], None]]) -> None:
-    """Makes all calls at once, each in a thread of its own, and raises the first error."""
+    """Runs all calls concurrently, one thread each, and raises the first error."""
     errors: list[BaseException] = []
 
     def run(call: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Measurements of an examination: what each rank said about itself, and each direction of each link."""
+"""Results of an examination: the self-report of each rank, and the measurements of each direction of a link."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -7,13 +7,13 @@ from typing import Any
 
 from stormtorch.telemetry.statistics import mean, median, percentile
 
-# Below this fraction of the rate at which a train was sent, the network was slower than the sender.
+# Arriving below this fraction of the rate at which it was sent, a train was limited by the network.
 _KEPT_UP = 0.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """One rank, as it described itself."""
+    """Self-report of one rank."""
 
     rank: int
     host: str
@@ -37,7 +37,7 @@ class DirectedLink:
     source: int
     target: int
     received: bool
-    """Whether any datagram came through."""
+    """Whether any datagram arrived."""
     tcp: bool
     """Whether the source could connect to the target by TCP."""
     lost: str
@@ -54,11 +54,11 @@ class DirectedLink:
     seen: str = ""
     """Address of the source as the target sees it."""
     path_bytes: int = 0
-    """Largest IP packet that comes through; 0 if unknown."""
+    """Path MTU: largest IP packet that arrives; 0 if unknown."""
     rate_bits: float = 0.0
-    """Rate at which a train sent at once arrived, Ethernet headers included; 0 if unknown."""
+    """Bits per second at which a back-to-back train arrived, Ethernet headers included; 0 if unknown."""
     sent_bits: float = 0.0
-    """Rate at which it was sent."""
+    """Bits per second at which it was sent."""
 
     @property
     def sent(self) -> int:
@@ -67,7 +67,7 @@ class DirectedLink:
 
     @property
     def loss(self) -> float:
-        """Fraction of the steady train that the network lost; what a full buffer of the target lost is not counted."""
+        """Fraction of the steady train that the network lost, without drops at a full buffer of the target."""
         if not self.sent:
             return 0.0 if self.received else 1.0
         return max(self.lost.count("1") - self.overflowed_steady, 0) / self.sent
@@ -85,7 +85,7 @@ class DirectedLink:
 
     @property
     def slow_round_trip_s(self) -> float | None:
-        """Round trip that 99 of 100 do not exceed."""
+        """99th percentile of the round trip."""
         return percentile(self.round_trips_s, 99) if self.round_trips_s else None
 
     @property
@@ -96,12 +96,12 @@ class DirectedLink:
 
     @property
     def bottleneck_bits(self) -> float:
-        """Rate, if nothing had been lost by chance; a train that arrives with gaps takes as long as without."""
+        """Rate corrected for random loss: a train with gaps takes as long as a whole one."""
         return self.rate_bits / (1.0 - min(self.loss, 0.9))
 
     @property
     def limited(self) -> bool:
-        """Whether the network limited the rate; otherwise an end did, and the line may carry more."""
+        """Whether the network limited the rate; otherwise an end did, and the link may carry more."""
         return not self.overflowed and 0.0 < self.bottleneck_bits < _KEPT_UP * self.sent_bits
 
     def to_json(self) -> dict[str, Any]:
@@ -134,22 +134,22 @@ class Examination:
 
     world: int
     ranks: Mapping[int, Rank]
-    """Ranks that came."""
+    """Ranks that reported."""
     missing: Mapping[int, str] = field(default_factory=dict)
-    """Ranks that did not come, or were lost, and why."""
+    """Ranks that did not report, or were lost, and why."""
     links: Mapping[tuple[int, int], DirectedLink] = field(default_factory=dict)
     seconds: float = 0.0
 
     def name(self, rank: int) -> str:
-        """Name of a rank for people: its host, if no other rank has the same; otherwise also its number."""
+        """Name of a rank in texts: its host; with its number if several ranks share the host."""
         if rank not in self.ranks:
             return f"rank {rank}"
         host = self.ranks[rank].host
         return host if [each.host for each in self.ranks.values()].count(host) == 1 else f"rank {rank} ({host})"
 
     def short_name(self, rank: int) -> str:
-        """Name of a rank for tables: its host, without the domain if that is enough to tell it from others; its number
-        where a host has several ranks.
+        """Name of a rank in tables: its host, without the domain if that is unique; its number if several ranks share
+        the host.
         """
         for form in (_without_domain, str):
             names = {each: form(about.host) for each, about in self.ranks.items()}

@@ -1,12 +1,12 @@
-"""Sending side of a rank: what it asks of one peer, within a fixed time. The peer asks the same of it meanwhile.
+"""Prober: measures the path to one peer in a fixed time, by packet trains. The peer probes this rank at the same time.
 
 The time is divided into slots, which both sides begin at about the same moment:
 
-    echoes      round trip, jitter, clocks, and whether UDP comes through at all
+    echoes      round trip, jitter, clocks, and whether UDP gets through at all
     two slots   the lower rank measures the rate, the higher one the path MTU; then the other way round
-    losses      a steady train at a fraction of the measured rate, so that what is lost is not lost for want of rate
+    losses      a steady train at a fraction of the measured rate, so that congestion causes none of the loss
 
-Only the peer knows what arrived. It answers short questions about that, and the rest is in its report afterwards.
+Only the peer knows what arrived. It answers short requests about that; the rest is in its final report.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from stormtorch.doctor.receiver import MOST_IN_TRAIN, Receiver, Reply
 from stormtorch.doctor.sockets import family_of, granted, header_bytes, socket_address
 
 TCP_BANNER = b"stormtorch doctor\n"
-"""Bytes with which a rank greets whoever connects by TCP."""
+"""Banner that a rank sends on every TCP connection."""
 _ECHOES = 40
 _ECHO_SHARE, _FIRST_SHARE, _SECOND_SHARE, _LOSS_SHARE = 0.16, 0.17, 0.17, 0.42
-# Sizes of UDP payloads to try first: what Ethernet, tunnels, VPNs and old links carry.
+# UDP payload sizes to try first: the usual MTUs of Ethernet, tunnels, VPNs and old links.
 _LADDER = (8972, 4472, 1472, 1452, 1432, 1412, 1392, 1372, 1352, 1312, 1252, 1172, 1072, 972, 772, 548)
 _TOP_COPIES, _COPIES = 6, 4
 _FIRST_RATE_TRAIN, _MOST_RATE_TRAIN = 32, 2000
 _RATE_TRAIN_S = 0.05
-# Bytes of the send buffer that the kernel charges for a datagram of Ethernet's size, generously.
+# Upper bound of the send-buffer bytes that the kernel charges for a datagram of Ethernet's size.
 _CHARGED_BYTES = 3000
 _ETHERNET_BYTES = 14
 _LOSS_PER_S, _BLIND_PER_S = 1000.0, 300.0
@@ -54,13 +54,13 @@ class Peer:
 
 @dataclass
 class ProbeResult:
-    """What a rank found out about the way to a peer, by itself."""
+    """Measurements of the path to a peer, taken by the sender alone."""
 
     echoes: int = 0
-    """Echoes that were asked for."""
+    """Echo requests that were sent."""
     round_trips_s: list[float] = field(default_factory=list)
     clock_ahead_s: float | None = None
-    """Time by which the peer's clock is ahead of this rank's, by the quickest echo."""
+    """Time by which the peer's clock is ahead of this rank's, from the fastest echo."""
     seen: str = ""
     """Address of this rank as the peer sees it; empty if no echo came back."""
     tcp: bool = False
@@ -68,15 +68,15 @@ class ProbeResult:
     path_bytes: int = 0
     """Largest IP packet that arrives; 0 if unknown."""
     rate_bits: float = 0.0
-    """Bits per second on the wire, Ethernet headers included, that arrive of a train sent at once; 0 if unknown."""
+    """Bits per second at which a back-to-back train arrived, Ethernet headers included; 0 if unknown."""
     sent_bits: float = 0.0
-    """Bits per second at which that train was sent: where the two are close, the line may carry more."""
+    """Bits per second at which that train was sent: if the two are close, the link may carry more."""
     train: int = 0
     """Number of the train that measures losses."""
     sent: int = 0
     """Datagrams of that train."""
     seconds: float = 0.0
-    """Time that the whole took."""
+    """Duration of the whole probe."""
 
     def to_json(self) -> dict[str, Any]:
         """Result as plain data."""
@@ -84,11 +84,11 @@ class ProbeResult:
 
 
 class Prober:
-    """Measures the way from this rank to others.
+    """Measures the paths from this rank to others.
 
     Args:
-        opened: Socket of this rank, which `receiver` reads.
-        receiver: Receives answers.
+        opened: Socket of this rank; `receiver` reads it.
+        receiver: Receiver of the answers.
         cookie: Secret of this examination.
         rank: This rank.
         mtu: MTU of this rank's interface.
@@ -99,7 +99,7 @@ class Prober:
         self._trains = 0
 
     def probe(self, peer: Peer, seconds: float) -> ProbeResult:
-        """Measures all that this rank can know about the way to a peer, in about so many seconds."""
+        """Measures the path to a peer, in about `seconds`."""
         begin = time.monotonic()
         result = ProbeResult()
         self._receiver.forget_others(peer.rank)
@@ -137,7 +137,7 @@ class Prober:
             echo = answer.body
             if isinstance(echo, Tally) or answer.header.number in found:
                 continue
-            # The kernel's clock at both ends: neither counts the time until a busy machine's process gets a core.
+            # Kernel timestamps at both ends: they exclude the time that a process waits for a core.
             there_ns = echo.received_ns - answer.header.time_ns
             back_ns = answer.time_ns - echo.answered_ns
             trip = max(there_ns + back_ns, 1) / 1e9
@@ -151,7 +151,7 @@ class Prober:
     # --- path MTU -----------------------------------------------------------------------------------------------------
 
     def _find_path(self, target: tuple[object, ...], peer: Peer, result: ProbeResult) -> None:
-        """Narrows down the largest datagram that arrives, by a few sizes at a time."""
+        """Path MTU discovery: narrows down the largest datagram that arrives, a few sizes at a time."""
         headers = header_bytes(peer.host)
         top = self._mtu - headers
         low, high = 0, top + 1
@@ -168,7 +168,7 @@ class Prober:
             if high - low <= 1:
                 break
             step = max((high - low) // 9, 1)
-            # The top once more: its copies may all have been lost by chance.
+            # Try the largest size again: all its copies may have been lost by chance.
             sizes = [top, *range(high - 1, low, -step)][:12]
         result.path_bytes = low + headers if low else 0
 
@@ -188,11 +188,11 @@ class Prober:
     # --- rate ---------------------------------------------------------------------------------------------------------
 
     def _find_rate(self, target: tuple[object, ...], peer: Peer, result: ProbeResult) -> None:
-        """Sends trains at once, the second as long as the first one says that the line can take."""
+        """Sends back-to-back trains; the first one determines the length of the second."""
         size = min(self._mtu - header_bytes(peer.host), 1472)
         if result.path_bytes:
             size = min(size, result.path_bytes - header_bytes(peer.host))
-        # More than the send buffer holds would make this rank wait, and look as if it were the slow part.
+        # A train longer than the send buffer would block this rank, which would then look like the bottleneck.
         most = min(_MOST_RATE_TRAIN, max(granted(self._socket).send * 2 // _CHARGED_BYTES, _FIRST_RATE_TRAIN))
         count = _FIRST_RATE_TRAIN
         for _ in range(3):
@@ -200,7 +200,7 @@ class Prober:
             if tally is None:
                 return
             if tally.bytes_per_s == 0.0:
-                # Full packets do not come through, as yet: small ones tell the rate, too.
+                # Full packets did not arrive: small ones measure the rate, too.
                 if size <= 548:
                     return
                 size = 548
@@ -222,9 +222,9 @@ class Prober:
     # --- losses -------------------------------------------------------------------------------------------------------
 
     def _send_steadily(self, target: tuple[object, ...], peer: Peer, seconds: float, result: ProbeResult) -> None:
-        """Sends a train that the line can surely take; if nothing is known about the line, a slow one.
+        """Sends a train well below the measured rate, or a slow one if the rate is unknown.
 
-        A busy machine may hold the sender up, and so gets up to twice the time.
+        A busy machine may delay the sender, and gets up to twice the time.
         """
         if result.rate_bits:
             per_s, size = _LOSS_PER_S, _LOSS_BYTES
@@ -265,7 +265,7 @@ class Prober:
         return None
 
     def _answer(self, peer: int, train: int, deadline: float) -> Reply | None:
-        """Next answer of a peer about a train; None if none comes in time. Late answers about others are dropped."""
+        """Next answer of a peer about a train; None on timeout. Late answers about other trains are dropped."""
         with contextlib.suppress(queue.Empty):
             while True:
                 answer = self._receiver.answers.get(timeout=max(deadline - time.monotonic(), 0.001))

@@ -1,4 +1,4 @@
-"""Receiving side of a rank: a thread that answers the other ranks and counts what arrives of their trains."""
+"""Receiver of a rank: a thread that answers requests of other ranks and counts the datagrams of their trains."""
 
 import contextlib
 import queue
@@ -26,7 +26,7 @@ from stormtorch.doctor.datagrams import (
 from stormtorch.doctor.sockets import SO_TIMESTAMPNS, dropped
 
 MOST_IN_TRAIN = 1 << 14
-"""Datagrams of a train that are counted: bounds what a rank remembers of another."""
+"""Most datagrams of a train that are counted: bounds the memory per peer."""
 _MOST_TRAINS = 64
 _LEAST_STRETCH = 6  # datagrams
 _TIMESPEC = struct.Struct("=qq")
@@ -34,17 +34,17 @@ _SLICE_S = 0.2
 
 
 class Reply(NamedTuple):
-    """Answer that came to this rank."""
+    """A reply that arrived at this rank."""
 
     header: Header
     body: Echo | Tally
     time_ns: int
-    """Time at which the kernel received it."""
+    """Receive timestamp of the kernel."""
 
 
 @dataclass
 class Train:
-    """Datagrams of a train in the order of their arrival."""
+    """Datagrams of a packet train, in order of arrival."""
 
     numbers: list[int] = field(default_factory=list)
     times_ns: list[int] = field(default_factory=list)
@@ -54,12 +54,12 @@ class Train:
     duplicates: int = 0
     largest: int = 0
     size: int = 0
-    """Bytes of the last one."""
+    """Bytes of the last datagram."""
     dropped_before: int = 0
     """Datagrams that the kernel had dropped at this socket when the train began."""
 
     def add(self, number: int, size: int, time_ns: int, sent_ns: int = 0) -> None:
-        """Counts one that arrived."""
+        """Counts a datagram that arrived."""
         if number in self.known:
             self.duplicates += 1
         elif len(self.numbers) < MOST_IN_TRAIN:
@@ -72,8 +72,8 @@ class Train:
 
     def tally(self) -> Tally:
         """Sums up what has arrived."""
-        # The first part fills whatever bucket a rate limiter has; what follows it arrives at the line's rate. Of that,
-        # the fastest stretch counts: on a busy machine, the sender is sometimes interrupted.
+        # The first part may pass a rate limiter's token bucket; the rest arrives at the bottleneck rate. Of that, the
+        # fastest stretch counts: on a busy machine, the sender is sometimes interrupted.
         begin = len(self.numbers) // 4
         stretch = max((len(self.numbers) - begin) // 3, _LEAST_STRETCH)
         best, sent = 0.0, 0.0
@@ -86,7 +86,7 @@ class Train:
 
     @property
     def reordered(self) -> int:
-        """Number of datagrams that came after one that was sent later."""
+        """Number of datagrams that arrived after one that was sent later."""
         late, highest = 0, -1
         for number in self.numbers:
             late += number < highest
@@ -94,7 +94,7 @@ class Train:
         return late
 
     def lost(self, sent: int) -> str:
-        """A digit for each datagram that was sent: 1 is lost."""
+        """A digit for each datagram sent: 1 is lost."""
         return "".join("01"[number not in self.known] for number in range(sent))
 
 
@@ -102,7 +102,7 @@ class Receiver:
     """Reads a socket in a thread of its own until it is closed.
 
     Args:
-        opened: Socket to read; it stays the caller's.
+        opened: Socket to read; the caller closes it.
         cookie: Secret of this examination.
         rank: This rank.
         world: Number of ranks.
@@ -113,9 +113,9 @@ class Receiver:
         self._trains: dict[tuple[int, int], Train] = {}
         self._received: set[int] = set()
         self.answers: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        """Answers to what this rank asked; whoever asks takes them out."""
+        """Replies to this rank's requests; the prober removes them."""
         self.unknown_senders = 0
-        """Datagrams that belong to no rank of this examination."""
+        """Number of datagrams from senders outside this examination."""
         self._ending = threading.Event()
         opened.settimeout(_SLICE_S)
         self._thread = threading.Thread(target=self._read, name="doctor's receiver", daemon=True)
@@ -127,17 +127,17 @@ class Receiver:
         self._thread.join(5 * _SLICE_S)
 
     def received(self, peer: int) -> bool:
-        """Whether any datagram of a peer has come."""
+        """Whether any datagram of a peer has arrived."""
         return peer in self._received
 
     def train(self, peer: int, number: int) -> Train:
-        """What has come of a peer's train."""
+        """What has arrived of a peer's train."""
         return self._trains.get((peer, number), Train())
 
     def forget_others(self, peer: int) -> None:
-        """Throws away what other ranks than `peer` have sent, and answers that nobody waits for any more."""
-        for place in [place for place in list(self._trains) if place[0] != peer]:
-            self._trains.pop(place, None)
+        """Discards trains of ranks other than `peer`, and stale replies."""
+        for key in [key for key in list(self._trains) if key[0] != peer]:
+            self._trains.pop(key, None)
         with contextlib.suppress(queue.Empty):
             while True:
                 self.answers.get_nowait()
@@ -151,39 +151,39 @@ class Receiver:
             except OSError:
                 if self._socket.fileno() < 0:
                     return
-                continue  # an answer of the network to something this rank sent, such as "unreachable"
+                continue  # an ICMP error about an earlier datagram, such as "unreachable"
             header = unpack(self._cookie, datagram)
             if header is None or header.source >= self._world or header.source == self._rank:
                 self.unknown_senders += 1
                 continue
             self._received.add(header.source)
-            with contextlib.suppress(OSError):  # an answer that cannot be sent is a lost one
+            with contextlib.suppress(OSError):  # a reply that cannot be sent counts as lost
                 self._dispatch(header, datagram, _arrival_ns(ancillary), source)
 
     def _dispatch(self, header: Header, datagram: bytes, time_ns: int, source: tuple[object, ...]) -> None:
-        place = header.source, header.train
+        key = header.source, header.train
         if header.kind is Kind.TRAIN:
-            if place not in self._trains and len(self._trains) >= _MOST_TRAINS:
+            if key not in self._trains and len(self._trains) >= _MOST_TRAINS:
                 return
-            if place not in self._trains:
-                self._trains[place] = Train(dropped_before=dropped(self._socket))
-            self._trains[place].add(header.number, len(datagram), time_ns, header.time_ns)
+            if key not in self._trains:
+                self._trains[key] = Train(dropped_before=dropped(self._socket))
+            self._trains[key].add(header.number, len(datagram), time_ns, header.time_ns)
         elif header.kind is Kind.ECHO_REQUEST and len(datagram) >= ECHO_BYTES:
             answer = header._replace(kind=Kind.ECHO_REPLY, source=self._rank)
             echo = Echo(time_ns, time.time_ns(), str(source[0]), int(str(source[1])))
             self._socket.sendto(pack(self._cookie, answer, echo_body(echo)), source)
         elif header.kind is Kind.TALLY_REQUEST and len(datagram) >= TALLY_BYTES:
             answer = header._replace(kind=Kind.TALLY_REPLY, source=self._rank)
-            body = tally_body(self._trains.get(place, Train()).tally())
+            body = tally_body(self._trains.get(key, Train()).tally())
             self._socket.sendto(pack(self._cookie, answer, body), source)
         elif header.kind is Kind.ECHO_REPLY and (echoed := read_echo(datagram)) is not None:
             self._answer(Reply(header, echoed, time_ns))
         elif header.kind is Kind.TALLY_REPLY and (tally := read_tally(datagram)) is not None:
             self._answer(Reply(header, tally, time_ns))
 
-    def _answer(self, arrival: Reply) -> None:
+    def _answer(self, reply: Reply) -> None:
         if self.answers.qsize() < MOST_IN_TRAIN:
-            self.answers.put(arrival)
+            self.answers.put(reply)
 
 
 def _arrival_ns(ancillary: list[tuple[int, int, bytes]]) -> int:

@@ -1,4 +1,4 @@
-"""Sockets of the doctor: opened as the engine opens its own, so that they meet the same limits."""
+"""UDP sockets of the doctor: opened as the engine opens its own, so that the same limits apply."""
 
 import contextlib
 import socket
@@ -6,13 +6,13 @@ import struct
 from typing import NamedTuple
 
 REQUESTED_BUFFER_BYTES = 8 << 20
-"""Receive buffer that `Options` asks for unless told otherwise."""
+"""Receive buffer that `Options` requests by default."""
 SEND_BUFFER_BYTES = 4 << 20
 MOST_PAYLOAD = 65507
 """Bytes of the largest datagram over IPv4."""
 UDP_SEGMENT = 103
 UDP_GRO = 104
-# Names that Python's socket module lacks; values from the kernel's headers, the same on x86-64 and ARM.
+# Missing in Python's socket module; values from the kernel's headers, the same on x86-64 and ARM.
 SO_TIMESTAMPNS = 35
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 _SO_MEMINFO = 55
@@ -29,16 +29,16 @@ class Buffers(NamedTuple):
 
 
 def open_udp(host: str, port: int, receive_bytes: int = REQUESTED_BUFFER_BYTES) -> socket.socket:
-    """Opens a UDP socket whose datagrams carry the time of their arrival and are never fragmented.
+    """Opens a UDP socket with kernel receive timestamps and without IP fragmentation.
 
     Raises:
-        OSError: The address is none of this machine's, or the port is taken.
+        OSError: The address does not belong to this machine, or the port is taken.
     """
     opened = socket.socket(family_of(host), socket.SOCK_DGRAM)
     try:
         set_buffers(opened, receive_bytes, SEND_BUFFER_BYTES)
         opened.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
-        # Packets too large for the path must be lost, and not cut: their loss is what is measured.
+        # Packets larger than the path MTU must be lost, not fragmented: their loss is what is measured.
         if opened.family == socket.AF_INET6:
             opened.setsockopt(socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE)
         else:
@@ -51,7 +51,7 @@ def open_udp(host: str, port: int, receive_bytes: int = REQUESTED_BUFFER_BYTES) 
 
 
 def set_buffers(opened: socket.socket, receive_bytes: int, send_bytes: int) -> None:
-    """Asks for buffers as the engine does: beyond the limits of the system where this process may."""
+    """Requests socket buffers as the engine does: beyond the system limits if this process is allowed to."""
     for force, plain, size in (
         (_SO_RCVBUFFORCE, socket.SO_RCVBUF, receive_bytes),
         (_SO_SNDBUFFORCE, socket.SO_SNDBUF, send_bytes),
@@ -63,13 +63,13 @@ def set_buffers(opened: socket.socket, receive_bytes: int, send_bytes: int) -> N
 
 
 def granted(opened: socket.socket) -> Buffers:
-    """Buffers that a socket has got."""
+    """Buffers that the kernel granted to a socket."""
     receive, send = (opened.getsockopt(socket.SOL_SOCKET, each) // 2 for each in (socket.SO_RCVBUF, socket.SO_SNDBUF))
     return Buffers(receive, send)
 
 
 def dropped(opened: socket.socket) -> int:
-    """Datagrams that the kernel has dropped because the socket's receive buffer was full; 0 where it does not tell."""
+    """Datagrams that the kernel dropped because the socket's receive buffer was full; 0 if it does not report them."""
     with contextlib.suppress(OSError, struct.error):
         values = _MEMINFO.unpack_from(opened.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 64))
         return int(values[_DROPS_AT])
@@ -82,7 +82,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def socket_address(host: str, port: int) -> tuple[object, ...]:
-    """Address as sockets of its family take it; a link-local one keeps its interface."""
+    """Address in the form that sockets of its family accept; a link-local one keeps its interface."""
     flags = socket.AI_NUMERICHOST
     return socket.getaddrinfo(host, port, family_of(host), socket.SOCK_DGRAM, flags=flags)[0][4]
 

@@ -1,4 +1,4 @@
-"""Starting the ranks of an examination: on hosts by ssh, or by torchrun, which has started them already."""
+"""Launch of an examination's workers: on hosts by ssh, or as processes that torchrun has started."""
 
 import contextlib
 import os
@@ -20,13 +20,13 @@ from stormtorch.doctor.worker import WorkerSettings, run_worker
 
 DEFAULT_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 HERE = "localhost"
-"""Name of this machine among hosts: it is reached without ssh."""
+"""Host name that means this machine: its worker starts without ssh."""
 MOST_HOSTS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostLaunch:
-    """How to start ranks on hosts."""
+    """How to start workers on hosts."""
 
     hosts: Sequence[str]
     ssh: str = DEFAULT_SSH
@@ -41,7 +41,7 @@ class HostLaunch:
         if not 2 <= len(self.hosts) <= MOST_HOSTS:
             raise BadSetting(
                 "hosts",
-                f"must be 2 to {MOST_HOSTS}, got {len(self.hosts)}: a link has two ends. {HERE} is this machine, "
+                f"must be 2 to {MOST_HOSTS}, got {len(self.hosts)}: a link needs two ends. {HERE} is this machine, "
                 f"as in: stormtorch doctor {HERE} {next((each for each in self.hosts if each != HERE), 'HOST')}",
             )
         for host in self.hosts:
@@ -52,7 +52,7 @@ class HostLaunch:
 
 
 def launch_on_hosts(start: HostLaunch) -> Director:
-    """Starts a rank on each host.
+    """Starts a worker on each host.
 
     Raises:
         BadSetting: The command that reaches hosts does not exist.
@@ -87,24 +87,24 @@ def _command(start: HostLaunch, rank: int, host: str) -> list[str]:
 
 
 def _explained(host: str, channel: PipeChannel, why: str, start: HostLaunch) -> str:
-    """Says what is wrong with a host in one sentence, from what the command that reaches it has printed."""
+    """Explains in one sentence why a host failed, from the output of the command that reaches it."""
     said = "\n".join(channel.errors)
     last = channel.errors[-1] if channel.errors else ""
     status = channel.process.poll()
     if "No module named stormtorch" in said or "No module named 'stormtorch'" in said:
-        return f"{host} has no stormtorch for {start.python}: install it there, or name another Python by --python"
+        return f"{host} has no stormtorch for {start.python}: install it there, or choose another Python by --python"
     if "No such command 'doctor'" in said or "No such option" in said:
-        return f"{host} has a stormtorch without this doctor: install the same version on all hosts"
+        return f"{host} has another version of stormtorch: install the same version on all hosts"
     if status in (126, 127) or ("not found" in said and start.python in said):
-        return f"{host} has no Python at {start.python}: name the one that has stormtorch by --python"
+        return f"{host} has no Python at {start.python}: name a Python with stormtorch by --python"
     if "Could not resolve hostname" in said or "Name or service not known" in said:
         return f"{host} is an unknown host: no address is known for this name"
     if "Permission denied" in said:
-        return f"{host} does not let this user in: make `ssh {host} true` work without a password"
+        return f"{host} refuses this user: make `ssh {host} true` work without a password"
     if "Host key verification failed" in said:
         return f"{host} has a host key that this machine does not know: run `ssh {host} true` once by hand"
     if status == 255 or "Connection refused" in said or "timed out" in said:
-        return f"{host} cannot be reached by ssh: {last or 'it gives no reason'}"
+        return f"{host} cannot be reached by ssh: {last or 'no reason given'}"
     return f"{host}: {why}" + (f": {last}" if last else "")
 
 
@@ -113,14 +113,14 @@ def _explained(host: str, channel: PipeChannel, why: str, start: HostLaunch) -> 
 
 @dataclass(frozen=True)
 class LauncherEnvironment:
-    """This process as torchrun, or another launcher with the same variables, has started it."""
+    """Environment of a process that torchrun, or a launcher with the same variables, has started."""
 
     rank: int
     world: int
     master: str
     port: int
     agent_store: bool
-    """Whether the launcher keeps the store; otherwise rank 0 does."""
+    """Whether the launcher hosts the store; otherwise rank 0 does."""
     attempt: str
 
 
@@ -128,7 +128,7 @@ def launcher_environment() -> LauncherEnvironment | None:
     """Reads the launcher's variables; None if this process was not started by one.
 
     Raises:
-        BadSetting: They make no sense.
+        BadSetting: They contradict each other.
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     values = {name: os.environ.get(name, "") for name in names}
@@ -140,21 +140,23 @@ def launcher_environment() -> LauncherEnvironment | None:
         rank = world = port = -1
     if not (0 <= rank < world and 0 < port < 65536 and values["MASTER_ADDR"]):
         given = ", ".join(f"{name}={value or 'unset'}" for name, value in values.items())
-        raise BadSetting("rank", f"is not clear: the launcher's variables make no sense together ({given})")
+        raise BadSetting(
+            "rank", f"is unknown: the launcher's variables are incomplete or contradict each other ({given})"
+        )
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return LauncherEnvironment(rank, world, values["MASTER_ADDR"], port, agent, attempt)
 
 
 def rendezvous_in_store(here: LauncherEnvironment, wait_s: float) -> Any:
-    """Opens the store in which launched ranks meet.
+    """Opens the store for the rendezvous of launched ranks.
 
     Raises:
         ConnectionError: It cannot be reached in time, or its port is taken.
     """
     serves = here.rank == 0 and not here.agent_store
     deadline = time.monotonic() + wait_s
-    # torch writes a page of its own before it raises: look first whether anybody is there.
+    # torch logs a page before it raises: first check that the store is reachable.
     while not serves:
         try:
             socket.create_connection((here.master, here.port), timeout=max(deadline - time.monotonic(), 0.1)).close()
@@ -163,10 +165,10 @@ def rendezvous_in_store(here: LauncherEnvironment, wait_s: float) -> Any:
             if time.monotonic() > deadline - 0.2 or isinstance(error, socket.gaierror):
                 raise ConnectionError(
                     f"rank {here.rank}: cannot reach the store at {here.master}:{here.port} (MASTER_ADDR and _PORT): "
-                    f"{error.strerror or error}. Does rank 0 run, and does a firewall let TCP through?"
+                    f"{error.strerror or error}. Is rank 0 running, and does the firewall allow TCP?"
                 ) from error
             time.sleep(0.2)
-    # Now, as torch takes seconds to import.
+    # Imported late: torch takes seconds to import.
     from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them, but its types do not
     from torch.distributed import DistError
 
@@ -177,7 +179,7 @@ def rendezvous_in_store(here: LauncherEnvironment, wait_s: float) -> Any:
             here.world,
             serves,
             timeout=timedelta(seconds=max(wait_s, 5.0)),
-            wait_for_workers=False,  # so that rank 0 can name those that are missing
+            wait_for_workers=False,  # so that rank 0 can name the missing ranks
         )
     except (DistError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -188,12 +190,12 @@ def rendezvous_in_store(here: LauncherEnvironment, wait_s: float) -> Any:
 
 
 def run_launched_worker(store: Any, settings: WorkerSettings, request_gap_s: float) -> None:
-    """Takes part as one of the launched ranks, until rank 0 lets it end, or orders nothing for longer than it may."""
+    """Runs the worker of a launched rank until rank 0 ends it, or sends no request for too long."""
     run_worker(StoreWorkerChannel(store, settings.rank, request_gap_s), settings)
 
 
 def direct_launched(store: Any, world: int, settings: WorkerSettings, request_gap_s: float) -> Director:
-    """Directs launched ranks from rank 0, which takes part, too."""
+    """Directs launched ranks from rank 0, which also runs a worker."""
     threading.Thread(
         target=run_launched_worker, args=(store, settings, request_gap_s), daemon=True, name="rank 0"
     ).start()
@@ -201,14 +203,14 @@ def direct_launched(store: Any, world: int, settings: WorkerSettings, request_ga
 
 
 def publish_exit_code(store: Any, code: int, ranks: Sequence[int]) -> None:
-    """Lets all launched ranks end with the same exit code, and waits for a while: the store may end with rank 0."""
+    """Publishes the exit code for all launched ranks, and waits up to 5 s for them: the store may end with rank 0."""
     store.set("outcome", str(code))
     with contextlib.suppress(RuntimeError):
         store.wait([f"left/{rank}" for rank in ranks if rank != 0], timedelta(seconds=5))
 
 
 def wait_for_exit_code(store: Any, rank: int) -> int:
-    """Exit code that rank 0 has told; 1 if it has gone without one."""
+    """Exit code that rank 0 published; 1 if it ended without one."""
     with contextlib.suppress(RuntimeError, ValueError):
         store.wait(["outcome"], timedelta(seconds=60))
         code = int(store.get("outcome"))

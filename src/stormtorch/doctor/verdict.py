@@ -1,8 +1,8 @@
-"""The verdict: which hosts and links are at fault for what was measured, and what to do about it.
+"""The verdict: which hosts and links are at fault for the measurements, and the remedies.
 
-A fault of one direction of a link is that link's own, unless all links into or out of a host have it: then it is the
-host's. What all links have is nobody's in particular. The faults are looked for from the gravest to the mildest, and
-what a graver one explains is not told again.
+A fault of one direction is attributed to that link, unless all links into or out of a host share it: then the host is
+at fault. If all links share it, no single host is. Faults are looked for from the gravest to the mildest; a mild fault
+that a graver one explains is not reported.
 """
 
 import ipaddress
@@ -16,27 +16,27 @@ from stormtorch.telemetry.statistics import median, percentile
 from stormtorch.telemetry.text import loss_text, rate_text, signed_time_text, size_text, time_text
 
 LOSS_PROBLEM, LOSS_NOTE = 0.01, 0.001
-"""Loss of a link that counts as a problem, and that is worth knowing."""
+"""Loss of a link from which it is a problem, and from which it is worth knowing."""
 _FEWEST_LOST = 3
 _SLOW = 0.25  # of the median rate of all links
 _FAR, _FAR_S = 5.0, 0.005  # times the median round trip, and seconds
 _REORDERED, _DUPLICATED = 0.01, 0.001
 _SKEW_S = 0.5
 LEAST_BUFFER_BYTES = 128 << 10
-"""Receive buffer below which a few peers that send at once overflow it."""
+"""A smaller receive buffer overflows as soon as a few peers send at once."""
 Direction = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class _Culprit:
-    """Host or link that has a fault, or the whole network."""
+    """Host, link or whole network that has a fault."""
 
     ranks: tuple[int, ...]
     """One rank for a host, two for a link, none for the whole network."""
     links: tuple[Direction, ...]
-    """Directions of links that it explains."""
+    """Directions whose fault it explains."""
     into: bool
-    """Whether what comes into the host, or the first direction of a link, has the fault."""
+    """Whether traffic into the host, or the first direction of the link, has the fault."""
     out: bool
 
     @property
@@ -48,18 +48,18 @@ class _Culprit:
         return not self.ranks
 
     def verb(self, word: str) -> str:
-        """Verb that fits: all links lose, the link loses."""
+        """Inflects a verb: all links lose, the link loses."""
         return word if len(self.ranks) < 2 else {"carry": "carries"}.get(word, f"{word}s")
 
 
 def examine(found: Examination) -> list[Diagnosis]:
-    """All findings about an examination, the gravest first."""
+    """All diagnoses of an examination, the gravest first."""
     diagnoses = [
         Diagnosis(
             subject="missing rank",
             level=Level.PROBLEM,
             text=f"{_capital(why)}.",
-            remedy="Start it, or leave it out.",
+            remedy="Start it, or run without it.",
             ranks=(rank,),
         )
         for rank, why in sorted(found.missing.items())
@@ -94,10 +94,10 @@ def sentence(found: Examination, diagnoses: Iterable[Diagnosis]) -> str:
 
 
 def culprits(bad: Iterable[Direction], measured: Iterable[Direction]) -> list[_Culprit]:
-    """Hosts and links that explain the directions that are bad, of all that were measured.
+    """Hosts and links that explain the bad directions, of all that were measured.
 
-    A host with two peers or more explains what is bad if nearly all that comes into it is bad, or that leaves it. The
-    host that explains most is taken first. If all is bad, among three hosts or more, nobody in particular is at fault.
+    A host with two or more peers is a culprit if nearly all directions into it, or out of it, are bad. The host that
+    explains most is taken first. If all directions among three or more hosts are bad, the whole network is the culprit.
     """
     everyone, everything = set(bad), set(measured)
     left = set(everyone)
@@ -122,14 +122,14 @@ def culprits(bad: Iterable[Direction], measured: Iterable[Direction]) -> list[_C
     for source, target in sorted(left):
         back = (target, source) in left
         if back and source > target:
-            continue  # told with the other direction
+            continue  # reported with the other direction
         links = ((source, target), (target, source)) if back else ((source, target),)
         found.append(_Culprit((source, target), links, True, back))
     return found
 
 
 def _mostly(side: set[Direction], bad: set[Direction]) -> bool:
-    """Whether a host's links in one direction are bad: all of them, but for one in five that chance may have spared."""
+    """Whether a host's links in one direction are bad: at least four in five, as chance may spare some."""
     return len(side) > 1 and len(side & bad) >= 0.8 * len(side)
 
 
@@ -170,8 +170,8 @@ def _unreachable(found: Examination) -> list[Diagnosis]:
                 Diagnosis(
                     subject="UDP blocked",
                     level=Level.PROBLEM,
-                    text=f"UDP {where} is blocked, while TCP comes through: a firewall drops it.",
-                    remedy=f"Let UDP through: `nft insert rule inet filter input {rule} accept`, or in the cloud's "
+                    text=f"UDP {where} is blocked, but TCP gets through: a firewall drops UDP.",
+                    remedy=f"Allow UDP: `nft insert rule inet filter input {rule} accept`, or in the cloud's "
                     "security group; set Options(port=...) if only certain ports may be open.",
                     ranks=culprit.ranks,
                 )
@@ -181,9 +181,9 @@ def _unreachable(found: Examination) -> list[Diagnosis]:
                 Diagnosis(
                     subject="unreachable",
                     level=Level.PROBLEM,
-                    text=f"Nothing comes through {where}, neither UDP nor TCP.",
-                    remedy="Look at cable, route (`ip route get ADDRESS`) and firewall; if the machine has several "
-                    "networks, name the right one by --interface.",
+                    text=f"Nothing gets through {where}, neither UDP nor TCP.",
+                    remedy="Check the cable, the route (`ip route get ADDRESS`) and the firewall; if the machine has "
+                    "several networks, choose the right one by --interface.",
                     ranks=culprit.ranks,
                 )
             )
@@ -193,12 +193,12 @@ def _unreachable(found: Examination) -> list[Diagnosis]:
 def _lossy(found: Examination, received: Mapping[Direction, DirectedLink]) -> list[Diagnosis]:
     diagnoses = []
     losses = [link.loss for link in received.values()]
-    # What a quarter of the links do not exceed is the network's own, and only what is far above it is a culprit's.
+    # The lower quartile is the network's own loss; only links far above it have a culprit.
     common = percentile(losses, 25) if len(found.ranks) > 2 and losses else 0.0
     if common >= LOSS_PROBLEM:
         diagnoses.append(_loss_diagnosis(found, _Culprit((), tuple(received), True, True), received, Level.PROBLEM))
     least = max(LOSS_PROBLEM, 2 * common)
-    # What a tiny buffer loses is told of it alone: counters of the kernel do not say which sender's it was.
+    # Loss at a tiny receive buffer is reported for the buffer alone: the kernel does not count drops by sender.
     flooded = {
         number
         for number, rank in found.ranks.items()
@@ -228,13 +228,13 @@ def _loss_diagnosis(
     if culprit.host:
         who = found.name(culprit.ranks[0])
         text += f": the fault is at {who}"
-        look = f"Look at cable, port, duplex and drops of {who} (`ethtool -S`, `ip -s link`)."
+        look = f"Check the cable, port, duplex mode and drop counters of {who} (`ethtool -S`, `ip -s link`)."
     elif culprit.everything:
         text += ": no single host is at fault"
-        look = "Look at what all links share: a switch, a radio network, an uplink that is too small."
+        look = "Check what all links share: a switch, a radio network, an uplink that is too slow."
     else:
-        look = "Look at what lies between the two: a switch, a radio link, a congested route."
-    remedy = f"{look} Until then, train with BoundedDrift(), which does not wait for what is lost."
+        look = "Check what lies between the two: a switch, a radio link, a congested route."
+    remedy = f"{look} Until then, train with BoundedDrift(), which does not wait for lost data."
     return Diagnosis(subject="loss", level=level, text=f"{text}.", remedy=remedy, ranks=culprit.ranks)
 
 
@@ -255,9 +255,9 @@ def _low_path_mtu(found: Examination, received: Mapping[Direction, DirectedLink]
                 subject="path MTU",
                 level=Level.PROBLEM,
                 text=f"{_capital(_where(found, culprit))} {culprit.verb('carry')} no packets above {lowest} bytes, "
-                f"although the interfaces say {own}.",
-                remedy=f"Use Options(datagram_bytes={lowest - (48 if six else 28)}) on all ranks, or repair the MTU of "
-                "the tunnel or VPN between them.",
+                f"although the MTU of the interfaces is {own}.",
+                remedy=f"Use Options(datagram_bytes={lowest - (48 if six else 28)}) on all ranks, or correct the MTU "
+                "of the tunnel or VPN between them.",
                 ranks=culprit.ranks,
             )
         )
@@ -275,10 +275,10 @@ def _low_rate(found: Examination, received: Mapping[Direction, DirectedLink]) ->
             subject="slow",
             level=Level.PROBLEM,
             text=f"{_capital(_where(found, culprit))} {culprit.verb('carry')} only "
-            f"{_range([known[direction].bottleneck_bits for direction in culprit.links], rate_text)}, where others carry "
-            f"{rate_text(usual)}.",
-            remedy="Look at the negotiated speed (`ethtool DEVICE`), at other traffic and at rate limits. All ranks "
-            "wait for the slowest link: leave the host out, or send fewer bytes by BoundedDrift(wire=torch.bfloat16).",
+            f"{_range([known[direction].bottleneck_bits for direction in culprit.links], rate_text)}, "
+            f"where others carry {rate_text(usual)}.",
+            remedy="Check the negotiated speed (`ethtool DEVICE`), other traffic and rate limits. All ranks wait for "
+            "the slowest link: remove the host, or send fewer bytes by BoundedDrift(wire=torch.bfloat16).",
             ranks=culprit.ranks,
         )
         for culprit in culprits(bad, known)
@@ -293,9 +293,9 @@ def _buffers(found: Examination) -> list[Diagnosis]:
         if rank.receive_buffer >= REQUESTED_BUFFER_BYTES and not overflowed:
             continue
         tiny = rank.receive_buffer < LEAST_BUFFER_BYTES
-        dropped = f"; its kernel dropped {overflowed:,} datagrams for want of room" if overflowed else ""
+        dropped = f"; its kernel dropped {overflowed:,} datagrams when the buffer was full" if overflowed else ""
         if rank.asked_buffer < REQUESTED_BUFFER_BYTES:
-            remedy = f"Ask for more there: Options(receive_buffer_bytes={REQUESTED_BUFFER_BYTES}), the default."
+            remedy = f"Request more there: Options(receive_buffer_bytes={REQUESTED_BUFFER_BYTES}), the default."
         else:
             remedy = f"On {found.name(number)}: `sysctl -w net.core.rmem_max={REQUESTED_BUFFER_BYTES}`."
         diagnoses.append(
@@ -303,7 +303,7 @@ def _buffers(found: Examination) -> list[Diagnosis]:
                 subject="receive buffer",
                 level=Level.PROBLEM if tiny else Level.NOTE,
                 text=f"{_capital(found.name(number))} has a receive buffer of {size_text(rank.receive_buffer)}, where "
-                f"the engine asks for {size_text(REQUESTED_BUFFER_BYTES)}{dropped}.",
+                f"the engine requests {size_text(REQUESTED_BUFFER_BYTES)}{dropped}.",
                 remedy=remedy,
                 ranks=(number,),
             )
@@ -326,8 +326,8 @@ def _behind_nat(found: Examination) -> list[Diagnosis]:
                     level=Level.NOTE,
                     text=f"{_capital(found.name(number))} has the address {rank.address}, but others see "
                     f"{', '.join(sorted(seen))}: a NAT lies between them.",
-                    remedy="Ranks find a way through it by Options(nat=True), if one rank is reached by all others. "
-                    "If that fails with `Unreachable`, join the hosts by a VPN, and name its interface by "
+                    remedy="Options(nat=True) traverses it, if at least one rank is reachable from all others. "
+                    "If that fails with `Unreachable`, connect the hosts by a VPN, and name its interface by "
                     "STORM_SOCKET_IFNAME or Options(interface=...).",
                     ranks=(number,),
                 )
@@ -362,7 +362,7 @@ def _versions(found: Examination) -> list[Diagnosis]:
 def _reordering(found: Examination, received: Mapping[Direction, DirectedLink]) -> list[Diagnosis]:
     diagnoses = []
     kinds: tuple[tuple[str, float, Callable[[DirectedLink], int]], ...] = (
-        ("late, after others that were sent later", _REORDERED, lambda link: link.reordered),
+        ("out of order", _REORDERED, lambda link: link.reordered),
         ("twice", _DUPLICATED, lambda link: link.duplicates),
     )
     for word, least, count in kinds:
@@ -376,7 +376,7 @@ def _reordering(found: Examination, received: Mapping[Direction, DirectedLink]) 
                     subject="order",
                     level=Level.NOTE,
                     text=f"On {_where(found, culprit)}, {_range(shares, loss_text)} of the datagrams arrive {word}.",
-                    remedy="Nothing needs to be done: the engine takes datagrams in any order, and each once.",
+                    remedy="No action needed: the engine accepts datagrams in any order and drops duplicates.",
                     ranks=culprit.ranks,
                 )
             )
@@ -395,7 +395,7 @@ def _long_round_trip(found: Examination, received: Mapping[Direction, DirectedLi
             level=Level.NOTE,
             text=f"On {_where(found, culprit)}, a round trip takes "
             f"{_range([trips[direction] for direction in culprit.links], time_text)}, elsewhere {time_text(usual)}.",
-            remedy="Nothing needs to be done; small messages wait for it.",
+            remedy="No action needed; it adds to the latency of small messages.",
             ranks=culprit.ranks,
         )
         for culprit in culprits(bad, trips)
@@ -412,7 +412,7 @@ def _clock_skew(found: Examination) -> list[Diagnosis]:
         source, target = culprit.links[0]
         if culprit.everything:
             most = max(abs(ahead) for ahead in skewed.values())
-            text = f"The clocks of all hosts differ, by up to {time_text(most)}: times in logs do not fit together."
+            text = f"The clocks of all hosts differ, by up to {time_text(most)}: timestamps of logs cannot be compared."
             diagnoses.append(
                 Diagnosis(subject="clock", level=Level.NOTE, text=text, remedy="`timedatectl set-ntp true`")
             )
@@ -424,7 +424,7 @@ def _clock_skew(found: Examination) -> list[Diagnosis]:
                 subject="clock",
                 level=Level.NOTE,
                 text=f"The clock of {found.name(culprit.ranks[0])} is {signed_time_text(ahead)} ahead of that of "
-                f"{found.name(other)}: times in logs do not fit together.",
+                f"{found.name(other)}: timestamps of logs cannot be compared.",
                 remedy="`timedatectl set-ntp true`",
                 ranks=culprit.ranks,
             )
@@ -433,10 +433,10 @@ def _clock_skew(found: Examination) -> list[Diagnosis]:
 
 
 def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Address without its interface, however it is written."""
+    """Address without its interface, in normal form."""
     return ipaddress.ip_address(address.partition("%")[0])
 
 
 def _capital(text: str) -> str:
-    # Names of hosts stay as they are.
+    # Names of hosts keep their case.
     return text[0].upper() + text[1:] if text.startswith(("all ", "the ", "rank ")) else text

@@ -1,4 +1,4 @@
-"""One rank of an examination: says who it is, then does what it is told until it is told to end."""
+"""Worker of an examination: reports its rank's settings, then serves the director's requests until the last one."""
 
 import contextlib
 import importlib.util
@@ -29,38 +29,38 @@ from stormtorch.doctor.sockets import (
 from stormtorch.udp.addresses import local_address
 
 INTERFACE_VARIABLE = "STORM_SOCKET_IFNAME"
-"""Environment variable with the interface to use; the backend reads the same."""
+"""Environment variable that names the interface to use; the backend reads it too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """Settings of one rank."""
+    """Settings of one worker."""
 
     rank: int
     interface: str | None = None
-    """Name or address of the interface; None takes the one that `STORM_SOCKET_IFNAME`, the ssh connection or the route
-    to the other ranks tells."""
+    """Name or address of the interface; None takes it from `STORM_SOCKET_IFNAME`, the ssh connection, or the route to
+    the other ranks."""
     towards: str | None = None
-    """Host to which the route is looked up if nothing else tells the interface."""
+    """Host whose route determines the interface if nothing else does."""
     port: int = 0
     """UDP port; 0 lets the kernel choose."""
     receive_buffer_bytes: int = REQUESTED_BUFFER_BYTES
 
 
 class WorkerChannel(Protocol):
-    """Way to the one who directs the examination."""
+    """Worker's end of the channel to the director."""
 
     def receive(self) -> dict[str, Any] | None:
-        """Waits for the next order; None if there will be none."""
+        """Waits for the next request; None if there will be none."""
         ...
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Answers the last order."""
+        """Answers the last request."""
         ...
 
 
 def run_worker(orders: WorkerChannel, settings: WorkerSettings) -> None:
-    """Takes part in an examination until its end."""
+    """Serves an examination until its end."""
     try:
         here = own_address(settings)
         opened = open_udp(here, settings.port, settings.receive_buffer_bytes)
@@ -105,17 +105,18 @@ def _serve_requests(orders: WorkerChannel, prober: Prober, receiver: Receiver, o
 
 
 def own_address(settings: WorkerSettings) -> str:
-    """Address that this rank uses, by what is most certain.
+    """Address that this rank uses, from the most reliable source.
 
     Raises:
         ValueError: The interface does not exist or has no address.
-        OSError: The host to look towards is unknown.
+        OSError: The host of `towards` is unknown.
     """
     named = settings.interface or os.environ.get(INTERFACE_VARIABLE)
     if named:
         return local_address(named)
     if settings.towards is None:
-        # Ranks that are told where the others are may have inherited this from a login by another network.
+        # Used only without `towards`: a launched rank may have inherited this variable from a login over another
+        # network.
         with contextlib.suppress(KeyError, IndexError):
             return os.environ["SSH_CONNECTION"].split()[2]
         return local_address(None)
@@ -126,7 +127,7 @@ def own_address(settings: WorkerSettings) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what must be alike on all hosts, without importing torch, which takes seconds."""
+    """Versions that must match on all hosts. Does not import torch, which takes seconds."""
     found = {"python": platform.python_version(), "kernel": platform.release()}
     for package in ("stormtorch", "torch"):
         try:
@@ -166,18 +167,18 @@ def _self_report(settings: WorkerSettings, here: str, opened: socket.socket, tcp
 
 
 def _mtu(here: str) -> int:
-    """MTU of the interface with an address; loopback's is larger than any datagram, which then counts."""
+    """MTU of the interface with an address, at most that of the largest datagram (loopback's is larger)."""
     return min(interface_mtu(here) or 1500, MOST_PAYLOAD + header_bytes(here))
 
 
 def _why(error: Exception, settings: WorkerSettings) -> str:
     if isinstance(error, OSError) and settings.port:
-        return f"cannot open UDP port {settings.port}: {error.strerror or error}; choose another by --port"
+        return f"cannot open UDP port {settings.port}: {error.strerror or error}; choose another one by --port"
     return f"cannot open a UDP socket: {error}; name the interface by --interface"
 
 
 class _TcpResponder:
-    """Greets whoever connects by TCP, so that a peer can tell a firewall for UDP from an unreachable host."""
+    """Answers TCP connections with a banner, so that a peer can distinguish blocked UDP from an unreachable host."""
 
     def __init__(self, host: str) -> None:
         self._listener = socket.socket(family_of(host), socket.SOCK_STREAM)
@@ -185,7 +186,7 @@ class _TcpResponder:
         self._listener.listen(64)
 
     def __enter__(self) -> int:
-        threading.Thread(target=self._send_banners, name="doctor's greeter", daemon=True).start()
+        threading.Thread(target=self._send_banners, name="doctor's TCP responder", daemon=True).start()
         return int(self._listener.getsockname()[1])
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""The seam between what trains and what carries it: plan, exchange, arrival; options; a network in virtual time.
+"""Interface between collectives and transports: plans, exchanges and their results; options; a simulated network.
 
 Used by the collectives and everything above; knows no socket. Begin with `exchange.py`.
 """

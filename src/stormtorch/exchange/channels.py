@@ -1,4 +1,4 @@
-"""Names for sequences of exchanges: two ranks that use the same name meet in the same exchange."""
+"""Channels: named sequences of exchanges. Ranks that use the same name and sequence number are in the same exchange."""
 
 import hashlib
 from collections.abc import Collection
@@ -36,18 +36,18 @@ class Channels:
         return len(self._by_name)
 
     def forget(self, groups: Collection[str]) -> None:
-        """Drops all channels of these groups. Their names must not be used again: sequence numbers would start anew."""
+        """Drops all channels of these groups. Never reuse their names: sequence numbers would restart at 0."""
         for name in [each for each in self._by_name if each[0] in groups]:
             channel = self._by_name.pop(name)
             self._by_number.pop(channel.number, None)
 
     def peek(self, name: tuple[object, ...]) -> tuple[int, int]:
-        """The channel's number and its next sequence number, without taking it."""
+        """Returns the channel's number and its next sequence number, which stays free."""
         channel = self._by_name.get(name)
         return (_number(name), 0) if channel is None else (channel.number, channel.next_seq)
 
 
 def _number(name: tuple[object, ...]) -> int:
-    # 32 bits keep the header short; `take` notices a collision within one transport.
+    # 32 bits keep the header short; `take` detects a collision within one transport.
     text = "\x1f".join(map(str, name)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")

@@ -1,7 +1,7 @@
-"""The interface of transports: a transport carries exchanges, and every collective is made of exchanges.
+"""Transport interface: plans, exchanges, results and errors. Every collective is made of exchanges.
 
-There are two transports: UDP (`stormtorch.udp.udp`) and a simulated network (`stormtorch.exchange.simulated`).
-Both drive the same native core.
+There are two transports, UDP (`stormtorch.udp.udp`) and a simulated network (`stormtorch.exchange.simulated`). Both
+drive the same native core.
 """
 
 import sys
@@ -32,7 +32,7 @@ from stormtorch.reliability import EXACT, Priority, Reliability
 
 
 class WireDtype(IntEnum):
-    """Types of elements that the engine knows."""
+    """Element types of the engine; the numbers are the engine's."""
 
     BYTES = 0
     FLOAT32 = 1
@@ -47,11 +47,11 @@ WIRE_DTYPES = {
     torch.bfloat16: WireDtype.BFLOAT16,
     torch.float16: WireDtype.FLOAT16,
 }
-"""Types that the engine can add up on arrival; torch reduces all others after they have arrived."""
+"""Types that the engine sums on arrival; torch reduces all others once they have arrived."""
 
 
 class ReduceMode(IntEnum):
-    """Ways to combine contributions: sum in rank order, mean of what arrived, or copy of the only one."""
+    """Ways to combine contributions: sum in rank order, mean of those that arrived, or copy of the only one."""
 
     IN_ORDER = 0
     ARRIVED = 1
@@ -68,7 +68,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """A message from a peer, placed at an address or, with `reduce`, added to the plan's reduction."""
+    """A message from a peer: written to an address or, with `reduce`, added to the plan's reduction."""
 
     peer: int
     into: int
@@ -91,7 +91,7 @@ class Reduction(NamedTuple):
     seed: int = 0
     """Seed of the grids to which a result of int8 or int4 is rounded."""
     elements: int = 0
-    """Elements of the shard, which bytes do not tell where int4's number is odd; 0 takes all that the bytes hold."""
+    """Elements of the shard, which an odd number of int4 needs; 0 takes as many as the bytes hold."""
 
 
 EngineArguments = tuple[
@@ -126,18 +126,18 @@ class Plan:
     keep: Sequence[torch.Tensor] = field(default_factory=tuple)
     """Tensors that must live until the exchange ends."""
     view: int = 0
-    """View for which the exchange is made, or 0. With one, the exchange waits for peers that are silent or gone until a
-    later view is known. Peers that are not in that view are then dropped, also where the exchange is exact."""
+    """View of the exchange, or 0. With a view, the exchange waits for silent or lost peers until a later view is known,
+    and then drops the peers that are not in it, even if the exchange is exact."""
     interrupted: Callable[[], bool] | None = None
     """Function that a waiting rank calls every 0.03 s. If it returns true, the exchange is cancelled, and the wait ends
     with `Interrupted`. It must neither block nor wait for another exchange."""
     low: bool = False
-    """Whether the exchange goes by the lane of low priority. All its ranks must say the same."""
+    """Whether the exchange uses the low-priority lane. All its ranks must agree."""
     stopped: bool = field(default=False, init=False)
     """Whether `interrupted` has cancelled the exchange."""
 
     def arguments(self) -> EngineArguments:
-        """Arguments of the engine's `post`. There, both deadlines count from the start of the exchange."""
+        """Arguments of the engine's `post`, where both deadlines count from the start of the exchange."""
         first, second = self.reliability.deadline_s, self.share.deadline_s
         return (
             self.channel,
@@ -159,7 +159,7 @@ def _parity(reliability: Reliability) -> float | None:
 
 
 class ExchangeResult:
-    """Result of an exchange: how much of each message arrived, how many repairs it took, and how long."""
+    """Result of an exchange: what arrived of each message, the number of retransmissions, and the duration."""
 
     __slots__ = ("_outcome", "rank")
 
@@ -182,17 +182,17 @@ class ExchangeResult:
         return arrived / chunks if chunks else 1.0
 
     def links(self, *, stage: int = 0) -> dict[int, tuple[int, int]]:
-        """Number of chunks in the message of each peer, and how many of them arrived."""
+        """Chunks in the message of each peer, and how many of them arrived."""
         return {
             each.peer: (each.chunks, each.arrived) for each in self._outcome.arrivals if int(each.second_stage) == stage
         }
 
     def recovered(self, *, stage: int = 0) -> dict[int, int]:
-        """Number of chunks in the message of each peer that were lost and came back by parity."""
+        """Lost chunks in the message of each peer that forward error correction (parity) recovered."""
         return {each.peer: each.recovered for each in self._outcome.arrivals if int(each.second_stage) == stage}
 
     def mask(self, peer: int, *, stage: int = 0) -> torch.Tensor:
-        """Booleans that say which chunks of a peer's message arrived."""
+        """Boolean mask of the chunks of a peer's message that arrived."""
         for each in self._outcome.arrivals:
             if each.peer == peer and int(each.second_stage) == stage:
                 packed = torch.frombuffer(bytearray(each.mask), dtype=torch.uint8)
@@ -205,7 +205,7 @@ class ExchangeResult:
         raise KeyError(f"rank {self.rank} expected no message from rank {peer} in stage {stage}")
 
     def counts(self) -> torch.Tensor:
-        """Number of ranks whose copies are in each chunk of this rank's reduction, this rank included."""
+        """Number of ranks that contributed to each chunk of this rank's reduction, this rank included."""
         counts = self._outcome.counts
         return (
             torch.frombuffer(bytearray(counts), dtype=torch.uint16).int()
@@ -215,14 +215,14 @@ class ExchangeResult:
 
     @property
     def count(self) -> tuple[int, int]:
-        """What `counts` holds where that is the same for all chunks, as it is without loss, or 0; and for how many."""
+        """The value of `counts` if all chunks have the same one, as without loss, else 0; and the number of chunks."""
         counts = self._outcome.counts
         alike = counts == counts[:2] * (len(counts) // 2)
         return int.from_bytes(counts[:2], sys.byteorder) if alike else 0, len(counts) // 2
 
     @property
     def repaired(self) -> int:
-        """Number of chunks that this rank had to send again."""
+        """Number of chunks that this rank retransmitted."""
         return self._outcome.repaired
 
     @property
@@ -235,7 +235,7 @@ class ExchangeResult:
 
 
 class Exchange(Protocol):
-    """An exchange under way."""
+    """A started exchange."""
 
     def wait(self, timeout_s: float | None = None) -> ExchangeResult:
         """Blocks until the exchange has ended; its tensors then belong to the caller again."""
@@ -246,7 +246,7 @@ class Exchange(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Gives the exchange up; wait() then raises `Closed`."""
+        """Cancels the exchange; wait() then raises `Closed`."""
         ...
 
 
@@ -256,21 +256,21 @@ class Transport(Membership, Protocol):
     rank: int
     world: int
     job: str
-    """The run, for records: the same on all ranks, and on no other run's."""
+    """Unique name of the run, the same on all ranks; records carry it."""
     chunk_bytes: int
-    """Payload of one datagram, which is lost as a whole."""
+    """Payload of one datagram: a chunk arrives whole or not at all."""
     trip_bytes: int
-    """Bytes that a rank could send during one trip: a collective may send as much more to save a trip."""
+    """Bytes that a rank can send during one network trip: a collective may send that much more to save a trip."""
     channels: Channels
     collective_servers: CollectiveServers
-    """Servers that take part, while this rank waits, in calls that other ranks have begun."""
+    """Servers that take part in other ranks' collectives while this rank waits."""
 
     def post(self, plan: Plan) -> Exchange:
         """Begins an exchange and returns at once. The plan's memory belongs to the engine until the exchange ends."""
         ...
 
     def low_lane(self, priority: Priority | None) -> bool:
-        """Whether exchanges of a priority go by the lane of low priority; None is the job's own priority.
+        """Whether exchanges of a priority use the low-priority lane; None is the job's own priority.
 
         Raises:
             ValueError: The job has no such priority.
@@ -278,43 +278,43 @@ class Transport(Membership, Protocol):
         ...
 
     def in_background(self, task: Callable[[], None]) -> Callable[[], None]:
-        """Returns a task, to be called once on another thread, that may wait for exchanges while the rank goes on."""
+        """Wraps a task so that another thread may call it once and wait for exchanges while the rank goes on."""
         ...
 
     def wait_future(self, future: Future[Any], peers: Collection[int] = ()) -> None:
-        """Blocks until a future is settled, as a wait for an exchange does: meanwhile the rank serves others.
+        """Blocks until a future is done. As in a wait for an exchange, the rank serves collectives meanwhile.
 
         Args:
-            future: What a task of `in_background` will settle.
+            future: Future that a task of `in_background` completes.
             peers: Ranks on which that depends.
         """
         ...
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
-        """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""
+        """Ranks that have begun an exchange that this rank has not posted, and the first chunk of each."""
         ...
 
     def machine_of(self, rank: int) -> str:
-        """Identity of the machine on which a rank runs, or an empty text: ranks with the same one are on one host."""
+        """Identity of a rank's machine: ranks with the same one are on one host. Empty if unknown."""
         ...
 
     def health(self) -> dict[str, Any]:
-        """Counters of what was sent, received, repaired and rejected."""
+        """Counters of what was sent, received, retransmitted (`repaired`) and rejected."""
         ...
 
     def take_bottleneck_peaks(self) -> tuple[float, float, float]:
-        """Most bytes per second that the line carried since the last call: out, in, and both at once."""
+        """Peak bytes per second at the bottleneck since the last call: out, in, and both together."""
         ...
 
     def close(self) -> None:
-        """Says goodbye to the peers and frees everything."""
+        """Sends a goodbye to the peers and frees everything."""
         ...
 
 
 def conclude(
     outcome: _engine.Outcome, plan: Plan, rank: int, silence_s: float, timeout_s: float | None
 ) -> ExchangeResult:
-    """Returns the arrival of an exchange, or raises an error that says what is missing and which rank caused it."""
+    """Returns the result of an exchange, or raises an error that names what is missing and which rank caused it."""
     if outcome.status == _engine.Status.OK:
         return ExchangeResult(outcome, rank)
     where = f"rank {rank}: {plan.what} (channel {plan.channel:08x}, sequence {plan.seq})"
@@ -329,29 +329,29 @@ def _error(
     status, peer = outcome.status, f"rank {outcome.peer}"
     missing = f"{outcome.missing_bytes} bytes missing"
     if status == _engine.Status.PEER_SILENT:
-        # A peer is given up earlier where the kernel of its machine says that nobody listens there.
-        long = f" for {silence_s:g} s" if outcome.elapsed_s >= 0.99 * silence_s else ", at whose port nobody listens"
+        # The wait ends earlier if the kernel of the peer's machine reports that no process listens at its port.
+        long = f" for {silence_s:g} s" if outcome.elapsed_s >= 0.99 * silence_s else ", no process listens at its port"
         return PeerSilent(
-            f"{where}: nothing was heard from {peer}{long}, {missing}. "
-            "Is it alive, and is UDP let through? Raise silence_s if it may pause for longer, or allow loss. Among the "
-            "ranks of a prepared model, optimizer.session.mean(), sum() and gather() go on without it."
+            f"{where}: nothing was received from {peer}{long}, {missing}. "
+            "Is it alive, and does every firewall admit UDP? Raise silence_s if it may pause for longer, or allow "
+            "loss. Among the ranks of a prepared model, optimizer.session.mean(), sum() and gather() go on without it."
         )
     if status == _engine.Status.PATH_BLOCKED:
         return PathBlocked(
-            f"{where}: {peer} answers, but no data reached it for {silence_s:g} s, {missing}. Something on the path "
-            "drops all but small datagrams: check the MTU of tunnels and VPNs, and firewalls."
+            f"{where}: {peer} answers, but no data reached it for {silence_s:g} s, {missing}. The path drops all but "
+            "small datagrams: check the MTU of tunnels and VPNs, and firewalls."
         )
     if status == _engine.Status.MEMORY_BROKEN:
         return PeerFailed(
-            f"{where}: {peer} has written nonsense into the memory that it shares with this rank, {missing}. Something "
-            "in its process writes where it should not: restart it, or do without by Options(shared_memory=False)."
+            f"{where}: {peer} has corrupted the memory that it shares with this rank, {missing}. A bug in its process "
+            "writes there: restart it, or turn shared memory off by Options(shared_memory=False)."
         )
     if status == _engine.Status.PEER_LEFT:
         by_itself = outcome.cause == _engine.Status.PEER_LEFT and outcome.culprit == outcome.peer
         why = "before the exchange ended" if by_itself else _why(outcome)
         return PeerLeft(f"{where}: {peer} closed its transport {why}, {missing}.")
     if status == _engine.Status.PEER_FAILED:
-        return PeerFailed(f"{where}: {peer} gave it up {_why(outcome)}, {missing}.")
+        return PeerFailed(f"{where}: {peer} aborted it {_why(outcome)}, {missing}.")
     if status == _engine.Status.TIMED_OUT:
         return ExchangeTimeout(
             f"{where}: Timed out after {timeout_s or 0.0:g} s, waiting for {peer}, {missing}. "
@@ -363,20 +363,20 @@ def _error(
             "Every rank must pass tensors of the same size and dtype."
         )
     if status == _engine.Status.CLOSED and stopped:
-        return Interrupted(f"{where}: was interrupted, as the members of the job are changing.")
+        return Interrupted(f"{where}: was interrupted, because the members of the job are changing.")
     if status == _engine.Status.CLOSED:
         return Closed(f"{where}: was cancelled.")
     return StormError(f"{where}: ended with {status}")
 
 
 def _why(outcome: _engine.Outcome) -> str:
-    """First cause as another rank reports it. How long that rank waited is its own setting, and unknown here."""
+    """Failure cause as another rank reports it. How long that rank waited is its own setting, unknown here."""
     culprit = f"rank {outcome.culprit}"
     return {
-        _engine.Status.PEER_SILENT: f"because nothing was heard from {culprit}",
+        _engine.Status.PEER_SILENT: f"because nothing was received from {culprit}",
         _engine.Status.PATH_BLOCKED: f"because {culprit} answers, but no data reaches it",
         _engine.Status.PEER_LEFT: f"because {culprit} closed its transport",
-        _engine.Status.MEMORY_BROKEN: f"because {culprit} has written nonsense into shared memory",
+        _engine.Status.MEMORY_BROKEN: f"because {culprit} has corrupted shared memory",
         _engine.Status.TIMED_OUT: f"because it timed out, waiting for {culprit}",
         _engine.Status.SIZE_MISMATCH: f"because {culprit} sends another number of bytes than expected",
         _engine.Status.CLOSED: f"because {culprit} cancelled it",

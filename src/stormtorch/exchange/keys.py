@@ -1,11 +1,11 @@
-"""Job keys: making a strong one, and refusing weak ones."""
+"""Job keys for encryption and authentication: makes strong ones and rejects weak ones."""
 
 import secrets
 
 SHORTEST_BYTES = 16
 _FEWEST_DIFFERENT = 8
 VARIABLE = "STORM_KEY"
-"""Environment variable in which groups of torch.distributed look for a key if the options have none."""
+"""Environment variable with the key of torch.distributed groups whose options have none."""
 
 
 def new_key() -> str:

@@ -1,4 +1,4 @@
-"""Settings of a transport, checked when they are made."""
+"""Options of a transport: network interfaces, rate, key, timeouts, shared memory, membership. Checked when made."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -10,7 +10,7 @@ from stormtorch.network.units import parse_rate
 MOST_LANES = 8
 """Most lanes of a rank."""
 MOST_PATHS = 4
-"""Most interfaces of a rank that are used together."""
+"""Most interfaces that a rank uses together (multipath)."""
 
 
 class RateMode(IntEnum):
@@ -28,79 +28,79 @@ class Options:
     """Settings of a transport. The defaults suit most networks."""
 
     interface: str | None = None
-    """Name or numeric address of the interface; None takes the one that leads to the rendezvous."""
+    """Name or numeric address of the interface; None takes the one with the route to the rendezvous."""
     interfaces: tuple[str, ...] = ()
-    """Names or numeric addresses of several interfaces to use together, at most 4, instead of `interface`: data is
-    divided between them by what each carries, and one that fails costs a moment. The first interface of a rank talks to
-    the first of another, and so on; ranks with fewer use the first ones. The ranks then have one lane."""
+    """Names or numeric addresses of several interfaces, at most 4, to use together (multipath) instead of `interface`.
+    Data is divided by what each path carries, and a path that fails costs a moment. The first interface of a rank is
+    paired with the first of another, and so on; ranks with fewer use the first ones. The ranks then have one lane."""
     port: int = 0
-    """UDP port; 0 lets the kernel choose. Set it where a firewall lets only certain ports through."""
+    """UDP port; 0 lets the kernel choose. Set it if a firewall admits only certain ports."""
     nat: bool | None = None
-    """Whether routers translate addresses between ranks (NAT): they then look for a way to each other when the job
-    begins, and keep ports of routers open. None decides by the ranks' addresses: some are private, and not all are in
-    one network. One rank that says True decides for all."""
+    """Whether there is NAT between ranks. The ranks then run NAT traversal when the job begins, and send keepalives to
+    keep the routers' ports open. None decides by the ranks' addresses: True if some are private and not all are in one
+    network. True on one rank decides for all."""
     rate: str | float = "auto"
-    """Sending rate. "auto" finds the bottleneck; "low" is short for "auto" with `priority="low"` and
+    """Sending rate. "auto" runs congestion control; "low" is short for "auto" with `priority="low"` and
     `yield_to="queues"`; a rate such as "400mbit", or a number of bits per second, is fixed, for each of the
     `interfaces`; "unlimited" is bounded by the receivers' credit alone. On loopback, "auto" is unlimited."""
     priority: Literal["normal", "low", "both"] = "normal"
-    """Priority of this rank's traffic beside that of others. "low" marks all datagrams with the DSCP of lower effort,
-    so that networks which know it serve them last, and yields by itself as `yield_to` says. "both" is normal, and opens
-    one more socket for groups and policies that ask for low priority; all ranks of a job must then say so."""
+    """Priority of this rank's traffic against other traffic. "low" marks all datagrams with the DSCP of lower effort,
+    so that networks which support it serve them last, and yields by itself as `yield_to` says. "both" is normal, and
+    opens one more socket for groups and policies that ask for low priority; all ranks of a job must then set it."""
     yield_to: Literal["queues", "latency", "classes"] = "latency"
-    """How traffic of low priority yields. "latency" gives way while others make packets wait in a queue for longer than
-    `yield_delay_s` and than they would for this job alone, and fills a line that nobody else uses. "queues" gives way
-    as soon as any queue is seen: the neighbours hardly notice it, but alone it uses only about two thirds of a line.
-    "classes" finds its rate like normal traffic, and leaves the rest to the network: for switches that have a class of
-    low priority. A fixed `rate` is kept whatever this says."""
+    """How low-priority traffic yields. "latency" slows down while other traffic makes packets queue for longer than
+    `yield_delay_s` and than this job alone would; it fills an idle link. "queues" slows down as soon as any queue
+    builds up: other traffic hardly notices it, but on an idle link it uses only about two thirds of the capacity.
+    "classes" finds its rate like normal traffic and leaves the rest to the network: for switches with a low-priority
+    class. A fixed `rate` never yields."""
     yield_delay_s: float = 0.001
-    """Longest time for which packets may wait in a queue before `yield_to="latency"` gives way."""
+    """Longest queueing delay before `yield_to="latency"` slows down."""
     datagram_bytes: int | None = None
     """UDP payload of a datagram; None follows the interface's MTU. All ranks use the smallest of their values."""
     key: bytes | None = field(default=None, repr=False)
     """Job key, the same on every rank. It encrypts and authenticates every datagram by AES-GCM, at the cost of a slower
-    pass over all bytes at each end. Without a key, CRC32C detects accidents, but stops nobody who can reach the store.
-    `stormtorch keygen` makes a key."""
+    pass over all bytes at each end. Without a key, CRC32C detects corruption, but not forgery by anyone who can reach
+    the store. `stormtorch keygen` makes a key."""
     check: bool = False
-    """Check data by CRC32C even where all ranks are on loopback, on which the kernel does not check either. Elsewhere
-    data are always checked."""
+    """Check data by CRC32C even if all ranks are on loopback, where the kernel does not check either. Elsewhere data
+    are always checked."""
     receive_buffer_bytes: int = 8 << 20
     """Receive buffer to request for the socket, up to net.core.rmem_max. The peers share it as their credit."""
     pool_bytes: int = 64 << 20
-    """Most memory for chunks of exchanges that this rank has not posted yet, over all peers; those of this machine may
-    take 16 times their share."""
+    """Most memory for unexpected messages: chunks of exchanges that this rank has not posted yet, over all peers. Peers
+    on this machine may use 16 times their part."""
     eager_bytes: int = 256 << 10
-    """Bytes of a message that may be sent before the receiver says that it has posted the exchange."""
+    """Eager limit: bytes of a message that may be sent before the receiver reports that it has posted the exchange."""
     silence_s: float = 10.0
-    """Time after which a needed peer counts as gone if nothing is heard from it. A lossy exchange then counts its data
-    as lost; an exact one raises an error. About a second is enough where the kernel of its machine says that nobody
-    listens at its port, as after a crash."""
+    """Time without any datagram after which a needed peer counts as lost. A lossy exchange then counts its data as
+    lost; an exact one raises an error. About a second is enough if the kernel of the peer's machine reports that no
+    process listens at its port, as after a crash."""
     timeout_s: float = 1800.0
-    """Time after which an unfinished exchange raises an error. Where torch.distributed has a timeout too (of the group,
+    """Time after which an unfinished exchange raises an error. If torch.distributed has a timeout too (of the group,
     of a call or of `wait`), the shorter one applies."""
     linger_s: float = 2.0
-    """Longest time for which closing waits until the peers have heard of it."""
+    """Longest time for which closing waits until the peers have acknowledged the goodbye."""
     shared_memory: bool = True
-    """Pass data between ranks of one machine through shared memory. It is not used if `rate` or `datagram_bytes` gives
-    a number, as both describe a network, nor while faults are injected."""
+    """Pass data between ranks of one machine through shared memory. It is not used if `rate` or `datagram_bytes` is a
+    number, because both describe a network, nor while faults are injected."""
     lanes: int | None = None
-    """Sockets and threads between which large messages are divided, so that several cores copy and sum at once. None
-    chooses by the cores that each rank has and, between machines, by the speed of the line: one up to 10 Gbit/s. All
-    ranks use the smallest of their values. With `port`, None is one; several have that port and those after it. A
-    fixed `rate` has one lane."""
+    """Sockets, with a thread each, among which large messages are divided, so that several cores copy and sum at once.
+    None chooses by the cores of each rank and, between machines, by the interface's speed: one lane up to 10 Gbit/s.
+    All ranks use the smallest of their values. With `port`, None is one lane; several use that port and those after
+    it. A fixed `rate` has one lane."""
     segmentation: bool = True
-    """Use UDP_SEGMENT where the kernel has it."""
+    """Use UDP_SEGMENT if the kernel has it."""
     coalescing: bool = True
-    """Use UDP_GRO where the kernel has it."""
+    """Use UDP_GRO if the kernel has it."""
     rejoin: bool | Literal["auto"] = False
-    """Take the place of a rank that died, in a job that goes on without it: the ranks agree on a view that includes
+    """Take over a rank whose process died, in a job that goes on without it: the ranks agree on a view that includes
     this process. "auto" does so if the job already runs, and otherwise starts it together with the other ranks, so that
-    one command serves for the first start and for every restart; all ranks must then have it."""
+    one command serves the first start and every restart; all ranks must then set it."""
     spare_ranks: int = 16
-    """Slots for processes that join the running job beyond the ranks of its start. All ranks use the smallest of
-    their values, and a job has at most 256 slots. A free slot costs a few kilobytes."""
+    """Slots for late joins, beyond the ranks of the start. All ranks use the smallest of their values, and a job has at
+    most 256 slots. A free slot costs a few kilobytes."""
     leave_s: float = 30.0
-    """Time from SIGTERM to the end of the process. Meanwhile it hands over what it owns of prepared models."""
+    """Time from SIGTERM to the end of the process, in which it transfers its shards of prepared models."""
 
     def __post_init__(self) -> None:
         if self.rate not in ("auto", "low", "unlimited"):
@@ -116,7 +116,7 @@ class Options:
             raise ValueError(f"lanes must lie in [1, {MOST_LANES}], got {self.lanes}")
         ports = (self.lanes or 1) + self.has_low_lane
         if self.port and self.port + ports - 1 > 65535:
-            raise ValueError(f"port must leave room for {ports} lanes below 65536, got {self.port}")
+            raise ValueError(f"port must leave {ports} ports below 65536, one per lane, got {self.port}")
         if self.datagram_bytes is not None and not 256 <= self.datagram_bytes <= 65507:
             raise ValueError(f"datagram_bytes must lie in [256, 65507], got {self.datagram_bytes}")
         if self.key is not None:
@@ -167,7 +167,7 @@ class Options:
 
     @property
     def has_low_lane(self) -> bool:
-        """Whether this rank has a socket of its own for traffic of low priority."""
+        """Whether this rank has a separate socket for low-priority traffic."""
         return self.priority == "both"
 
     @property
@@ -177,14 +177,14 @@ class Options:
 
     @property
     def lanes_possible(self) -> bool:
-        """Whether there may be more than one lane: a fixed rate is kept by one, and several interfaces share one."""
+        """Whether there may be several lanes: a fixed rate or several interfaces allow only one."""
         return self.rate in ("auto", "low", "unlimited") and len(self.interfaces) < 2
 
     def rate_mode(self, *, loopback: bool) -> tuple[RateMode, float]:
-        """Rate mode for the engine and, if the rate is fixed, bytes per second."""
+        """Rate mode of the engine and, if the rate is fixed, bytes per second."""
         marks_only = not self.is_low or self.yield_to == "classes"
         if self.rate == "unlimited" or (self.rate == "auto" and loopback and marks_only):
-            # On loopback, the only queue between sender and receiver is the socket's, and credit covers that.
+            # On loopback, the only queue between sender and receiver is the socket's, and credit bounds that.
             return RateMode.UNLIMITED, 0.0
         if self.rate == "low":
             return RateMode.LOW_PRIORITY, 0.0
@@ -193,7 +193,7 @@ class Options:
         return RateMode.FIXED, parse_rate(self.rate) / 8.0
 
     def low_rate_mode(self, *, loopback: bool) -> RateMode:
-        """Rate mode for the engine of traffic of low priority."""
+        """Rate mode of the engine for low-priority traffic."""
         if self.yield_to == "classes":
             return RateMode.UNLIMITED if loopback else RateMode.AUTO
         return RateMode.LOW_PRIORITY if self.yield_to == "queues" else RateMode.LOW_LATENCY

@@ -1,7 +1,7 @@
-"""A network in memory under virtual time: any number of ranks in one process, with loss, delay and queues.
+"""Simulated network under virtual time: any number of ranks in one process, with loss, delay and queues.
 
-The packets are those of the real engine; only the wire is simulated. Ranks run as threads. Time stands still while any
-of them computes and advances when all wait, so a run depends on its seed alone.
+The packets are those of the real engine; only the network is simulated. Ranks run as threads. Time stands still while
+any of them computes and advances when all wait, so a run depends on its seed alone.
 
     network = SimulatedNetwork(world=16, loss=GilbertElliott(p=0.1, burst=8), delay_s=0.02, seed=1)
     results = network.run(train)        # train(transport) on each rank
@@ -65,7 +65,7 @@ class SimulatedExchange:
         self.ask_at = 0.0
         self.interruption = Interruption()
         self.server: CollectiveServer | None = None
-        """Server that the waiting rank must call before it continues to wait."""
+        """Collective server that the waiting rank must call before it continues to wait."""
 
     def wait(self, timeout_s: float | None = None) -> ExchangeResult:
         """Lets virtual time pass until the exchange has ended."""
@@ -84,7 +84,7 @@ class SimulatedExchange:
         return self.outcome is not None
 
     def cancel(self) -> None:
-        """Gives the exchange up; wait() then raises `Closed`."""
+        """Cancels the exchange; wait() then raises `Closed`."""
 
         def cancel(sim: _engine.Sim) -> None:
             if self.outcome is None and self.id is not None:
@@ -94,7 +94,7 @@ class SimulatedExchange:
 
 
 class _OtherWait:
-    """A rank that waits for something else than an exchange."""
+    """A wait of a rank for a future or a view, not for an exchange."""
 
     __slots__ = ("look_at", "outcome", "rank", "server", "serves_collectives")
 
@@ -107,7 +107,7 @@ class _OtherWait:
 
 
 class _ViewWait(_OtherWait):
-    """A rank that waits for a view with a number above another."""
+    """A wait of a rank for a view with a number above another."""
 
     __slots__ = ("above",)
 
@@ -117,7 +117,7 @@ class _ViewWait(_OtherWait):
 
 
 class _Thread(threading.local):
-    """Number of a rank's thread: 0 is its own, others run tasks aside."""
+    """Number of a rank's thread: 0 is its own, others run background tasks."""
 
     number = 0
 
@@ -147,50 +147,50 @@ class SimulatedTransport:
         return exchange
 
     def low_lane(self, _priority: Priority | None) -> bool:
-        """Says no: all traffic of a simulated job has the priority that the network's options say."""
+        """Always false: all traffic of a simulated job has the priority of the network's options."""
         return False
 
     def in_background(self, task: Callable[[], None]) -> Callable[[], None]:
-        """Returns a task, to be called once on another thread, that may wait for exchanges while the rank goes on."""
+        """Wraps a task so that another thread may call it once and wait for exchanges while the rank goes on."""
         return self.network.in_background(task)
 
     def wait_future(self, future: Future[Any], _peers: Collection[int] = ()) -> None:
-        """Lets virtual time pass until a future is settled by a task of `in_background`; meanwhile the rank serves others."""
+        """Lets virtual time pass until a future is done; the rank serves collectives meanwhile."""
         self.network.wait_future(self.rank, future)
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
-        """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""
+        """Ranks that have begun an exchange that this rank has not posted, and the first chunk of each."""
         return self.network.peek(self.rank, channel, seq)
 
     def machine_of(self, rank: int) -> str:
-        """Identity of the machine on which a rank runs, as the network was told."""
+        """Identity of a rank's machine, from the network's `machines`."""
         return self.network.machines[rank]
 
     def health(self) -> dict[str, Any]:
-        """Counters of what was sent, received, repaired and rejected."""
+        """Counters of what was sent, received, retransmitted (`repaired`) and rejected."""
         return self.network.health(self.rank)
 
     @property
     def silence_s(self) -> float:
-        """Time after which a peer from which nothing is heard counts as gone."""
+        """Time after which a silent peer counts as lost."""
         return self.network.options.silence_s
 
     def incarnation(self, _peer: int) -> int:
-        """Number of the process of a rank: here every rank has one for good."""
+        """Number of a rank's process: always 0, because simulated ranks are never restarted."""
         return 0
 
     def enter(self) -> None:
-        """Does nothing: all ranks of a simulated network are there from the start."""
+        """Does nothing: all ranks of a simulated network are members from the start."""
 
     def install(self, view: _engine.View) -> None:
         """Does nothing: all ranks of a simulated network know each other from the start."""
 
     def watch(self) -> None:
-        """Begins to send notes to all peers. A rank that never watches only answers those of others."""
+        """Starts sending heartbeats to all peers. Without it, a rank only answers those of others."""
         self.network.later(self.rank, lambda sim: sim.watch(self.rank))
 
     def view(self) -> _engine.View | None:
-        """Latest view that is usable here; None as long as this process knows none."""
+        """Latest view that is usable here; None until this process knows one."""
         return self.network.query(lambda sim: sim.view(self.rank))
 
     def inside(self) -> bool:
@@ -198,7 +198,7 @@ class SimulatedTransport:
         return self.network.query(lambda sim: sim.inside(self.rank))
 
     def frozen(self) -> bool:
-        """Whether the next view is being agreed on, so that no step may be completed."""
+        """Whether a vote on the next view is under way, so that no step may complete."""
         return self.network.query(lambda sim: sim.frozen(self.rank))
 
     def wait_view(self, above: int, timeout_s: float | None = None) -> bool:
@@ -206,7 +206,7 @@ class SimulatedTransport:
         return self.network.wait_view(self.rank, above, timeout_s)
 
     def add_session(self, session: int, steps: int, settled: int) -> None:
-        """Adds a session of this process, at its position."""
+        """Adds a session of this process with its number of steps."""
         self.network.query(lambda sim: sim.add_session(self.rank, session, steps, settled))
 
     def remove_session(self, session: int) -> None:
@@ -214,27 +214,27 @@ class SimulatedTransport:
         self.network.query(lambda sim: sim.remove_session(self.rank, session))
 
     def advance(self, session: int, steps: int, settled: int, view: int) -> bool:
-        """Moves a session on. False, with nothing changed, if this process is frozen or `view` is not the latest."""
+        """Advances a session. False, with nothing changed, if this process is frozen or `view` is not the latest."""
         return self.network.query(lambda sim: sim.advance_to(self.rank, session, steps, settled, view))
 
     def blank(self, session: int) -> bool:
-        """Whether this process came in after others, and what the session holds is of no worth in the view yet."""
+        """Whether this process joined late and its session has not received the job's state yet."""
         return self.network.query(lambda sim: sim.blank(self.rank, session))
 
     def request_admission(self, peer: int, incarnation: int, card: bytes) -> None:
-        """Asks the members to take a process in; `card` holds what they need to reach it."""
+        """Sends the members a join request for a process; `card` holds its addresses and settings."""
         self.network.later(self.rank, lambda sim: sim.request_admission(self.rank, peer, incarnation, card))
 
     def request_leave(self) -> None:
-        """Asks the members to go on without this process."""
+        """Requests a view without this process."""
         self.network.later(self.rank, lambda sim: sim.request_leave(self.rank))
 
     def request_view(self) -> None:
-        """Asks the members for another view, even with the same members."""
+        """Requests another view, even with the same members."""
         self.network.later(self.rank, lambda sim: sim.request_view(self.rank))
 
     def take_bottleneck_peaks(self) -> tuple[float, float, float]:
-        """Most bytes per second that the line carried since the last call: out, in, and both at once."""
+        """Peak bytes per second at the bottleneck since the last call: out, in, and both together."""
         return self.network.query(lambda sim: sim.take_bottleneck_peaks(self.rank))
 
     def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
@@ -242,11 +242,11 @@ class SimulatedTransport:
         return self.network.query(lambda sim: sim.card(self.rank, peer, incarnation))
 
     def join_requests(self) -> list[tuple[int, int]]:
-        """Rank and incarnation of processes that want in and whose cards are known."""
+        """Rank and incarnation of the processes with a pending join request and a known card."""
         return self.network.query(lambda sim: sim.join_requests(self.rank))
 
     def connectivity(self) -> dict[str, Any]:
-        """Seconds since each rank was heard, whom each says that it hears, and whether this rank hears a quorum."""
+        """Seconds since each rank's last message, the ranks that each can reach, and whether this rank has a quorum."""
         return dict(self.network.query(lambda sim: sim.connectivity(self.rank)))
 
     def close(self) -> None:
@@ -266,8 +266,8 @@ def core_settings(world: int, options: Options, *, unlimited: bool, seed: int) -
     Args:
         world: Number of ranks.
         options: Options of the transports; those about sockets have no effect.
-        unlimited: Whether the lines have no rate: like loopback, they then have no bottleneck to find.
-        seed: Seed that tells jobs apart.
+        unlimited: Whether the links have no rate limit: like loopback, they then have no bottleneck to find.
+        seed: Seed that distinguishes jobs.
     """
     mode, bytes_per_s = options.rate_mode(loopback=unlimited)
     key = options.key
@@ -288,7 +288,7 @@ def core_settings(world: int, options: Options, *, unlimited: bool, seed: int) -
 
 
 class SimulatedNetwork:
-    """Ranks joined by one simulated switch.
+    """Ranks connected by one simulated switch.
 
     Args:
         world: Number of ranks.
@@ -296,10 +296,10 @@ class SimulatedNetwork:
         delay_s: One-way delay.
         rate: Rate of each rank's link, such as "400mbit"; None is unlimited.
         queue_bytes: Queue of the switch towards each rank; datagrams that do not fit are dropped.
-        seed: Seed of the loss.
+        seed: Random seed of the loss; the same seed drops the same packets.
         options: Options of the transports; those about sockets have no effect.
-        machines: Name of the machine on which each rank runs; None gives every rank one of its own. Between
-            ranks of one machine, nothing is lost. Each still has a line of its own, with the same delay and rate.
+        machines: Name of each rank's machine; None gives every rank its own. Between ranks of one machine, nothing is
+            lost. Each rank still has its own link, with the same delay and rate.
         knobs: Further arguments of `stormtorch.faults`, such as `duplicate`, `reorder` and `corrupt`.
     """
 
@@ -341,12 +341,12 @@ class SimulatedNetwork:
         self._condition = threading.Condition()
         self._posts: list[tuple[tuple[int, int], Callable[[_engine.Sim], object]]] = []
         self._running: dict[tuple[int, int], SimulatedExchange] = {}
-        self._waiting: dict[SimulatedExchange | _OtherWait, float] = {}  # with the virtual time at which each gives up
+        self._waiting: dict[SimulatedExchange | _OtherWait, float] = {}  # with the virtual time at which each times out
         self._interruptible: set[SimulatedExchange] = set()  # waiting exchanges that may be interrupted
         self._awake = 0
-        self._ranks = 0  # whose own threads have not ended
+        self._ranks = 0  # ranks whose own threads have not ended
         self._asides = itertools.count(1)
-        self._aside = 0  # tasks that have not ended
+        self._aside = 0  # background tasks that have not ended
         self._broken: BaseException | None = None
 
     @property
@@ -356,27 +356,27 @@ class SimulatedNetwork:
 
     @property
     def queue_drops(self) -> int:
-        """Number of datagrams that the switch's queues dropped: loss that the senders caused by themselves."""
+        """Number of datagrams that the switch's queues dropped: congestion loss."""
         return self._sim.queue_drops
 
     def set_unreachable(self, rank: int, unreachable: bool) -> None:
-        """Cuts a rank off, or connects it again."""
+        """Disconnects a rank from the network, or connects it again."""
         with self._condition:
             self._sim.set_unreachable(rank, unreachable)
 
     def set_link(self, source: int, target: int, unreachable: bool) -> None:
-        """Cuts the way from one rank to another, or connects it again. The way back is another link."""
+        """Cuts the link from one rank to another, or restores it. The opposite direction is another link."""
         with self._condition:
             self._sim.set_link(source, target, unreachable)
 
     def set_link_rate(self, rank: int, *, up: str | float | None = None, down: str | float | None = None) -> None:
-        """Sets the rates of one rank's line, out and in, from now on; None is that of all ranks."""
+        """Sets the rates of one rank's link, out and in, from now on; None restores the network's rate."""
         rates = [0.0 if rate is None else parse_rate(rate) / 8.0 for rate in (up, down)]
         with self._condition:
             self._sim.set_link_rate(rank, *rates)
 
     def query(self, question: Callable[[_engine.Sim], T]) -> T:
-        """Calls `question(sim)`, which must send nothing: ranks that run at the same time could race."""
+        """Calls `question(sim)`, which must not send anything: ranks that run at the same time could race."""
         with self._condition:
             return question(self._sim)
 
@@ -386,7 +386,7 @@ class SimulatedNetwork:
             self._posts.append(((rank, _thread.number), work))
 
     def in_background(self, task: Callable[[], None]) -> Callable[[], None]:
-        """Returns a task for a further thread of the calling rank. Time stands still while it computes, too."""
+        """Wraps a task for another thread of the calling rank. Time stands still while it computes, too."""
         with self._condition:
             self._awake += 1
             self._aside += 1
@@ -406,7 +406,7 @@ class SimulatedNetwork:
         return body
 
     def wait_future(self, rank: int, future: Future[Any]) -> None:
-        """Blocks the calling rank until a future is settled; meanwhile, the rank serves others."""
+        """Blocks the calling rank until a future is done; the rank serves collectives meanwhile."""
         wait = _OtherWait(rank)
 
         def settled(_future: Future[Any]) -> None:
@@ -425,14 +425,14 @@ class SimulatedNetwork:
             return dict(self._sim.health(rank))
 
     def peek(self, rank: int, channel: int, seq: int) -> list[tuple[int, bytes]]:
-        """Ranks that have begun an exchange which one rank has not posted, and the first chunk that each sends."""
+        """Ranks that have begun an exchange that one rank has not posted, and the first chunk of each."""
         with self._condition:
             return self._sim.peek(rank, channel, seq)
 
     def run(self, work: Callable[[SimulatedTransport], T]) -> list[T]:
         """Calls `work(transport)` for every rank, each in a thread, and returns the results by rank.
 
-        If ranks fail, the error of the lowest rank is raised after all have ended, with notes of the others.
+        If ranks fail, the error of the lowest rank is raised after all have ended, with the others' errors as notes.
         """
         results: list[Any] = [None] * self.world
         errors: list[BaseException | None] = [None] * self.world
@@ -449,7 +449,7 @@ class SimulatedNetwork:
                     self._awake -= 1
                     self._ranks -= 1
                     if self._ranks == 0 and self._aside:
-                        # Nobody is left who could care for what a task still waits for.
+                        # No rank is left for which a background task could wait.
                         self._broken = self._broken or Closed("the ranks of the simulated network have ended")
                     self._move_on()
 
@@ -469,7 +469,7 @@ class SimulatedNetwork:
         return results
 
     def post(self, rank: int, plan: Plan, exchange: SimulatedExchange) -> None:
-        """Notes an exchange. It begins when all ranks wait, in the order of ranks, so that threads cannot race."""
+        """Queues an exchange. It begins when all ranks wait, in the order of ranks, so that threads cannot race."""
 
         def begin(sim: _engine.Sim) -> None:
             exchange.id = sim.post(rank, *plan.arguments())
@@ -478,7 +478,7 @@ class SimulatedNetwork:
         self.later(rank, begin)
 
     def wait_for(self, exchange: SimulatedExchange, timeout_s: float | None) -> None:
-        """Blocks the calling rank until the exchange has ended; meanwhile, the rank serves others."""
+        """Blocks the calling rank until the exchange has ended; the rank serves collectives meanwhile."""
         give_up_at = math.inf if timeout_s is None else self.now_s + timeout_s
         while (server := self._sleep(exchange, give_up_at)) is not None:
             server.serve()
@@ -493,7 +493,7 @@ class SimulatedNetwork:
         return self._sim.view_number(rank) > above
 
     def _sleep(self, exchange: SimulatedExchange | _OtherWait, give_up_at: float) -> CollectiveServer | None:
-        """Sleeps until the exchange has ended, or returns a server that must be called."""
+        """Sleeps until the exchange has ended, or returns a collective server that must be called."""
         with self._condition:
             if exchange.outcome is not None:
                 return None
@@ -524,7 +524,7 @@ class SimulatedNetwork:
                     and not self._interrupt(at_once=True)
                 ):
                     raise StormError(
-                        "ranks wait, but nothing can happen any more: has every rank called the collective?"
+                        "deadlock: all ranks wait, and no event is left: has every rank called the collective?"
                     )
                 self._finish()
                 self._serve_collectives()
@@ -552,7 +552,7 @@ class SimulatedNetwork:
                 self._wake(waiting)
 
     def _serve_collectives(self, *, at_once: bool = False) -> bool:
-        """Wakes ranks that can take part in calls that others have begun."""
+        """Wakes ranks that can take part in collectives that others have started."""
         found = False
         for exchange in sorted(self._waiting, key=lambda waiting: waiting.rank):
             if exchange.serves_collectives and (at_once or self.now_s >= exchange.look_at):
@@ -564,7 +564,7 @@ class SimulatedNetwork:
         return found
 
     def _interrupt(self, *, at_once: bool = False) -> bool:
-        """Cancels exchanges whose ranks no longer want to wait for them."""
+        """Cancels exchanges that a new view interrupts and that cannot complete."""
         found = False
         for exchange in sorted(self._interruptible, key=lambda waiting: waiting.rank):
             if exchange not in self._waiting or not (at_once or self.now_s >= exchange.ask_at):

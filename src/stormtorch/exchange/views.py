@@ -1,4 +1,4 @@
-"""What a transport knows of membership: the agreed view, where this rank's sessions stand, and who hears whom."""
+"""Membership interface of a transport: the agreed view, this rank's sessions, and which ranks reach which."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,26 +11,26 @@ T = TypeVar("T")
 
 
 class Membership(Protocol):
-    """Membership as both transports offer it. Views are agreed between the ranks, by a majority of the last view."""
+    """Membership of a job. A majority of the last view, its quorum, agrees on the next view."""
 
     def enter(self) -> None:
-        """Comes into a running job: for processes that took a place in one, and are ready to train now."""
+        """Joins the running job's view: a late joiner calls it once it is ready to train."""
         ...
 
     def incarnation(self, peer: int, /) -> int:
-        """Number of the process of a rank that this rank knows: 0 is the first."""
+        """Number of a rank's process, as this rank knows it: 0 is the first."""
         ...
 
     def install(self, view: _engine.View) -> None:
-        """Makes the members of a view that this rank does not know yet its peers."""
+        """Adds the members of a view that this rank does not know yet as peers."""
         ...
 
     def watch(self) -> None:
-        """Begins to send notes to all peers. A rank that never watches only answers those of others."""
+        """Starts sending heartbeats to all peers. Without it, a rank only answers those of others."""
         ...
 
     def view(self) -> _engine.View | None:
-        """Latest view that is usable here; None as long as this process knows none."""
+        """Latest view that is usable here; None until this process knows one."""
         ...
 
     def inside(self) -> bool:
@@ -38,7 +38,7 @@ class Membership(Protocol):
         ...
 
     def frozen(self) -> bool:
-        """Whether the next view is being agreed on, so that no step may be completed."""
+        """Whether a vote on the next view is under way, so that no step may complete."""
         ...
 
     def wait_view(self, above: int, timeout_s: float | None = None) -> bool:
@@ -46,7 +46,7 @@ class Membership(Protocol):
         ...
 
     def add_session(self, session: int, steps: int, settled: int) -> None:
-        """Adds a session of this process, at its position."""
+        """Adds a session of this process with its number of steps."""
         ...
 
     def remove_session(self, session: int) -> None:
@@ -54,23 +54,23 @@ class Membership(Protocol):
         ...
 
     def advance(self, session: int, steps: int, settled: int, view: int) -> bool:
-        """Moves a session on. False, with nothing changed, if this process is frozen or `view` is not the latest."""
+        """Advances a session. False, with nothing changed, if this process is frozen or `view` is not the latest."""
         ...
 
     def blank(self, session: int) -> bool:
-        """Whether this process came in after others, and what the session holds is of no worth in the view yet."""
+        """Whether this process joined late and its session has not received the job's state yet."""
         ...
 
     def request_admission(self, peer: int, incarnation: int, card: bytes) -> None:
-        """Asks the members to take a process in; `card` holds what they need to reach it."""
+        """Sends the members a join request for a process; `card` holds its addresses and settings."""
         ...
 
     def request_leave(self) -> None:
-        """Asks the members to go on without this process."""
+        """Requests a view without this process."""
         ...
 
     def request_view(self) -> None:
-        """Asks the members for another view, even with the same members."""
+        """Requests another view, even with the same members."""
         ...
 
     def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
@@ -78,11 +78,11 @@ class Membership(Protocol):
         ...
 
     def join_requests(self) -> list[tuple[int, int]]:
-        """Rank and incarnation of processes that want in and whose cards are known."""
+        """Rank and incarnation of the processes with a pending join request and a known card."""
         ...
 
     def connectivity(self) -> dict[str, Any]:
-        """Seconds since each rank was heard, whom each says that it hears, and whether this rank hears a quorum."""
+        """Seconds since each rank's last message, the ranks that each can reach, and whether this rank has a quorum."""
         ...
 
 
@@ -93,11 +93,11 @@ class EndpointMembership(ABC):
     rank: int
 
     def watch(self) -> None:
-        """Begins to send notes to all peers. A rank that never watches only answers those of others."""
+        """Starts sending heartbeats to all peers. Without it, a rank only answers those of others."""
         self._ask("watch", self.endpoint.watch)
 
     def view(self) -> _engine.View | None:
-        """Latest view that is usable here; None as long as this process knows none."""
+        """Latest view that is usable here; None until this process knows one."""
         return self._ask("view", self.endpoint.view)
 
     def inside(self) -> bool:
@@ -105,7 +105,7 @@ class EndpointMembership(ABC):
         return self._ask("inside", self.endpoint.inside)
 
     def frozen(self) -> bool:
-        """Whether the next view is being agreed on, so that no step may be completed."""
+        """Whether a vote on the next view is under way, so that no step may complete."""
         return self._ask("frozen", self.endpoint.frozen)
 
     def wait_view(self, above: int, timeout_s: float | None = None) -> bool:
@@ -113,7 +113,7 @@ class EndpointMembership(ABC):
         return self._ask("wait_view", lambda: self.endpoint.wait_view(above, timeout_s))
 
     def add_session(self, session: int, steps: int, settled: int) -> None:
-        """Adds a session of this process, at its position."""
+        """Adds a session of this process with its number of steps."""
         self._ask("add_session", lambda: self.endpoint.add_session(session, steps, settled))
 
     def remove_session(self, session: int) -> None:
@@ -121,23 +121,23 @@ class EndpointMembership(ABC):
         self._ask("remove_session", lambda: self.endpoint.remove_session(session))
 
     def advance(self, session: int, steps: int, settled: int, view: int) -> bool:
-        """Moves a session on. False, with nothing changed, if this process is frozen or `view` is not the latest."""
+        """Advances a session. False, with nothing changed, if this process is frozen or `view` is not the latest."""
         return self._ask("advance", lambda: self.endpoint.advance(session, steps, settled, view))
 
     def blank(self, session: int) -> bool:
-        """Whether this process came in after others, and what the session holds is of no worth in the view yet."""
+        """Whether this process joined late and its session has not received the job's state yet."""
         return self._ask("blank", lambda: self.endpoint.blank(session))
 
     def request_admission(self, peer: int, incarnation: int, card: bytes) -> None:
-        """Asks the members to take a process in; `card` holds what they need to reach it."""
+        """Sends the members a join request for a process; `card` holds its addresses and settings."""
         self._ask("request_admission", lambda: self.endpoint.request_admission(peer, incarnation, card))
 
     def request_leave(self) -> None:
-        """Asks the members to go on without this process."""
+        """Requests a view without this process."""
         self._ask("request_leave", self.endpoint.request_leave)
 
     def request_view(self) -> None:
-        """Asks the members for another view, even with the same members."""
+        """Requests another view, even with the same members."""
         self._ask("request_view", self.endpoint.request_view)
 
     def card(self, peer: int, incarnation: int | None = None) -> bytes | None:
@@ -145,11 +145,11 @@ class EndpointMembership(ABC):
         return self._ask("card", lambda: self.endpoint.card(peer, incarnation))
 
     def join_requests(self) -> list[tuple[int, int]]:
-        """Rank and incarnation of processes that want in and whose cards are known."""
+        """Rank and incarnation of the processes with a pending join request and a known card."""
         return self._ask("join_requests", self.endpoint.join_requests)
 
     def connectivity(self) -> dict[str, Any]:
-        """Seconds since each rank was heard, whom each says that it hears, and whether this rank hears a quorum."""
+        """Seconds since each rank's last message, the ranks that each can reach, and whether this rank has a quorum."""
         return dict(self._ask("connectivity", self.endpoint.connectivity))
 
     @abstractmethod

@@ -1,6 +1,6 @@
-"""Waiting of a rank: meanwhile it takes part in calls that others have begun, and it logs a warning if nothing moves.
+"""While a rank blocks, it serves collectives that other ranks have started, and logs a warning if no data moves.
 
-Most waits last milliseconds and cost nothing here: a transport calls this module only after a slice of waiting.
+Most waits last milliseconds and cost nothing here: a transport calls this module only after a first slice of waiting.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import stormtorch._engine as _engine
 _log = logging.getLogger("stormtorch")
 
 FIRST_SLICE_S = 0.03
-"""Shortest wait that is interrupted."""
+"""Length of a wait's first slice: shorter waits are never interrupted."""
 SLICE_S = 0.1
 INTERRUPT_SLICE_S = 0.03
 """Longest slice of a wait that may be interrupted."""
 UNCLEAR_S = 0.3
-"""Time for which an interrupted exchange waits for peers that have not been heard to take part in it."""
+"""Time for which an interrupted exchange waits for peers whose participation is unknown."""
 ANNOUNCE_AFTER_S = 10.0
 """Time of waiting in one call after which a rank logs a warning."""
 SLOW_AGAIN_S = 60.0
-"""Time after which it may say so again where data moves, as on a line that is always slow."""
+"""Interval of the warnings while data moves, as on a link that is always slow."""
 SLOW_TRIP_S = 0.5
-"""Round trip from which on a wait is put down to the network."""
+"""Round-trip time from which on the network is reported as the cause of a wait."""
 BACKWARD = "backward()"
-# Fraction of that time after which a rank writes into the store what it waits in: before any rank reads it, so that
-# ranks that began to wait at the same time know of each other.
+# Fraction of ANNOUNCE_AFTER_S after which a rank writes the call in which it waits into the store. It is below 1, so
+# that ranks that began to wait at the same time find each other's entry when they warn.
 _WRITE_AFTER = 0.5
-# Traffic that counts as nothing, per look and per rank: pings and repeated requests are never absent.
+# Traffic that counts as none, per look and per rank: pings and repeated requests never cease.
 _NOTHING_BYTES = 16 << 10
 _NOTHING_BYTES_PER_RANK = 2 << 10
 
@@ -51,10 +51,10 @@ class _Doing(threading.local):
 _call = _Doing()
 
 
-class in_call:  # a context, entered so often in a step that a generator would be felt
+class in_call:  # a context manager, entered so often in a step that a generator would cost time
     """Marks the waits of this thread within the block as part of a call that all ranks must make.
 
-    The outermost block counts.
+    Of nested blocks, the outermost counts.
 
     Args:
         what: Name of the call, as the user knows it.
@@ -82,15 +82,13 @@ def is_elsewhere() -> bool:
 
 
 def serves_collectives() -> bool:
-    """Whether this thread may take part in calls that others have begun: only within `in_call`, as it might otherwise
-    interfere with a training in use.
-    """
+    """Whether this thread may serve other ranks' collectives: only within `in_call`, as it could disturb training."""
     return _call.what is not None
 
 
 @contextlib.contextmanager
 def in_background() -> Iterator[None]:
-    """Marks the waits of this thread within the block as no rank's own: the rank does something else meanwhile."""
+    """Marks the waits of this thread within the block as background work: the rank itself is not blocked."""
     _call.in_background = True
     try:
         yield
@@ -99,30 +97,30 @@ def in_background() -> Iterator[None]:
 
 
 class CollectiveServer(Protocol):
-    """An object that can take part in calls that other ranks have begun."""
+    """An object that takes part in collectives that other ranks have started."""
 
     def requested(self) -> bool:
-        """Whether others have begun a call in which this rank can take part now. Never blocks."""
+        """Whether other ranks have started a collective in which this rank can take part now. Never blocks."""
         ...
 
     def serve(self) -> None:
-        """Takes part in that call."""
+        """Takes part in that collective."""
         ...
 
     def drain(self) -> None:
-        """Waits, before this rank leaves, as long as others may still need what it owns."""
+        """Waits, before this rank leaves, until no other rank needs the state that it owns."""
         ...
 
 
 class CollectiveServers:
-    """The servers of one transport, held weakly and asked in the order in which they were added."""
+    """The collective servers of one transport, held weakly and polled in the order in which they were added."""
 
     def __init__(self) -> None:
         self._servers: list[weakref.ref[CollectiveServer]] = []
         self.draining = False
         """Whether this rank is about to leave."""
         self.next_slow_s = 0.0
-        """When the rank may say again that it waits although data moves, as `time.monotonic` counts."""
+        """Earliest time of the next warning while data moves, by `time.monotonic`."""
 
     def offer(self, server: CollectiveServer) -> None:
         """Adds a server, as long as it lives."""
@@ -130,7 +128,7 @@ class CollectiveServers:
         self._servers.append(weakref.ref(server))
 
     def requested(self) -> CollectiveServer | None:
-        """The first server for which others are waiting."""
+        """Returns the first server for which other ranks wait, or None."""
         for found in self._servers:
             server = found()
             if server is not None and server.requested():
@@ -138,7 +136,7 @@ class CollectiveServers:
         return None
 
     def drain(self) -> None:
-        """Waits, before the transport is closed, until no other rank needs what this one owns."""
+        """Waits, before the transport is closed, until no other rank needs the state that this one owns."""
         self.draining = True
         for found in self._servers:
             server = found()
@@ -148,33 +146,33 @@ class CollectiveServers:
 
 @dataclass(frozen=True, slots=True)
 class CurrentWait:
-    """A wait that has lasted for a slice or more, for those who ask what a rank does."""
+    """A wait that has lasted for a slice or more, for status reports."""
 
     call: str
     """Name of the call, as the user knows it."""
     since: float
-    """When it began, as `time.monotonic` counts."""
+    """Begin of the wait, by `time.monotonic`."""
     peers: Collection[int]
-    """Ranks that take part in the exchange that is waited for."""
+    """Ranks that take part in the exchange."""
 
 
 class Interruption:
-    """Decides whether a wait for an exchange that should be interrupted, as another view begins, is given up.
+    """Decides whether a wait that a new view interrupts is aborted.
 
-    It goes on as long as the exchange can end well. For a rank that has ended it may leave: if the others gave it up
-    then, they would wait in the next view for a rank that is gone, and perhaps without a majority.
+    The wait goes on as long as the exchange can complete, because a rank whose exchange is complete may exit. If the
+    others aborted then, they would wait in the next view for a rank that is gone, and perhaps lack a majority.
     """
 
     def __init__(self) -> None:
         self._since_s: float | None = None
 
     def should_abort(self, can_complete: _engine.CanComplete, now_s: float, unclear_s: float = UNCLEAR_S) -> bool:
-        """Whether to give up, whenever the exchange should be interrupted.
+        """Whether to abort now; to be called while the interruption lasts.
 
         Args:
-            can_complete: Prospect of the exchange.
-            now_s: Time in seconds, from any beginning.
-            unclear_s: Longest time for which an unclear prospect is enough to go on.
+            can_complete: Whether the exchange can complete, as the engine reports it.
+            now_s: Time in seconds, of any clock.
+            unclear_s: Longest time for which the wait goes on if that is unclear.
         """
         if self._since_s is None:
             self._since_s = now_s
@@ -184,11 +182,11 @@ class Interruption:
 
 
 class LongWait:
-    """A long wait: serves other ranks meanwhile, and after a while logs which rank waits in which call.
+    """A long wait: serves other ranks' collectives meanwhile, and after a while logs which rank waits in which call.
 
     Args:
         transport: Transport that waits.
-        peers: Ranks that take part in the exchange that is waited for.
+        peers: Ranks that take part in the exchange.
     """
 
     def __init__(self, transport: Any, peers: Collection[int]) -> None:
@@ -203,7 +201,7 @@ class LongWait:
             self._transport.waits = CurrentWait(_call.what or "a collective", self._quiet_since, peers)
 
     def look(self) -> None:
-        """Serves others and checks for movement; to be called after each slice of waiting."""
+        """Serves other ranks' collectives and checks whether data moves; to be called after each slice of waiting."""
         what = _call.what
         if what is None:
             return
@@ -236,7 +234,7 @@ class LongWait:
         _log.warning("rank %d has waited %.0f s in %s: %s", self._transport.rank, waited_s, where, report)
 
     def end(self) -> None:
-        """Ends the wait, and removes what was written into the store."""
+        """Ends the wait, and clears its entry in the store."""
         _call.waited_s += time.monotonic() - self._since
         if self._shown:
             self._transport.waits = None
@@ -244,26 +242,27 @@ class LongWait:
             self._write("")
 
     def _silent(self) -> str:
-        """Says which peers are not heard at all; empty if all are, or nobody watches."""
+        """Text that names the silent peers; empty if there are none, or if this rank does not watch its peers."""
         connectivity = self._transport.connectivity()
         last_received, silence_s = connectivity["heard_s"], self._transport.silence_s
         silent = [peer for peer in sorted(self._peers) if peer in last_received and last_received[peer] > silence_s]
         if not silent:
             return ""
         longest = max(last_received[peer] for peer in silent)
-        majority = "" if connectivity["quorum"] else ", so that it hears no majority of the ranks and must wait for it"
-        return f"nothing was heard from rank {', '.join(map(str, silent))} for {longest:.0f} s{majority}"
+        majority = "" if connectivity["quorum"] else ", so this rank cannot reach a majority and must wait for one"
+        return f"nothing was received from rank {', '.join(map(str, silent))} for {longest:.0f} s{majority}"
 
     def _slow_link(self) -> str:
-        """Says which link is so slow that it explains the wait; empty if none is."""
+        """Text that names a link so slow that it explains the wait; empty if there is none."""
         peers = sorted(self._peers)
         links = [(*link[:3], peer) for peer, link in zip(peers, self._transport.links(peers), strict=True)]
         round_trip_s, loss, bytes_per_s, peer = max(links, default=(0.0, 0.0, 0.0, 0))
         if round_trip_s < SLOW_TRIP_S:
             return ""
         return (
-            f". The network is slow: a round trip to rank {peer} takes {round_trip_s:.1f} s, {100 * loss:.0f} % of "
-            f"what comes from it are lost, and {bytes_per_s * 8e-6:.1f} Mbit/s go there. Is a queue on the way full?"
+            f". The network is slow: the round trip to rank {peer} takes {round_trip_s:.1f} s, {100 * loss:.0f} % of "
+            f"its datagrams are lost, and this rank sends it {bytes_per_s * 8e-6:.1f} Mbit/s. Is a queue on the path "
+            "full?"
         )
 
     def _bytes(self) -> int:
@@ -275,7 +274,7 @@ class LongWait:
         return f"{self._transport.prefix}/waits/{rank}"
 
     def _write(self, what: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that hosted it
+        with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that served it
             self._transport.store.set(self._key(self._transport.rank), what)
 
     def _others(self) -> str:

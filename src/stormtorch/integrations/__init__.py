@@ -1,4 +1,4 @@
-"""`prepare` inside training frameworks: one file per framework, which imports the framework when it is imported.
+"""Integrations of `prepare` into training frameworks: one file per framework, which imports that framework.
 
-Nothing inside imports this package; users do.
+For users; no other package imports this one.
 """

@@ -1,4 +1,4 @@
-"""`prepare` for a loop written for Accelerate: takes and returns what `accelerator.prepare` takes and returns."""
+"""Integration with Accelerate: a `prepare` with the arguments and results of `accelerator.prepare`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prepare(accelerator: Any, *objects: Any, policy: Policy | None = None) -> An
         The objects, in the same order; a single one by itself.
 
     Raises:
-        ValueError: An optimizer comes without its model, or cannot be prepared.
+        ValueError: An optimizer is passed without its model, or cannot be prepared.
     """
     return prepare_by(accelerator.prepare, accelerator, objects, policy)
 
@@ -36,18 +36,18 @@ def prepare(accelerator: Any, *objects: Any, policy: Policy | None = None) -> An
 def prepare_by(
     others: Callable[..., Any], accelerator: Any, objects: tuple[Any, ...], policy: Policy | None, **settings: Any
 ) -> Any:
-    """Does the same, with the function that prepares all that is not a model."""
+    """Like `prepare`, with the function that prepares everything except models."""
     # evaluation_mode: place the model and apply mixed precision, but do not wrap it in DDP.
     models = {
-        place: accelerator.prepare_model(each, evaluation_mode=True)
-        for place, each in enumerate(objects)
+        index: accelerator.prepare_model(each, evaluation_mode=True)
+        for index, each in enumerate(objects)
         if isinstance(each, nn.Module)
     }
-    places = [place for place in range(len(objects)) if place not in models]
-    if places:
-        rest = others(*(objects[place] for place in places), **settings)
-        models |= dict(zip(places, rest if len(places) > 1 else (rest,), strict=True))
-    prepared = tuple(models[place] for place in range(len(objects)))
+    indices = [index for index in range(len(objects)) if index not in models]
+    if indices:
+        rest = others(*(objects[index] for index in indices), **settings)
+        models |= dict(zip(indices, rest if len(indices) > 1 else (rest,), strict=True))
+    prepared = tuple(models[index] for index in range(len(objects)))
     for each in prepared:
         if isinstance(each, torch.optim.Optimizer):
             _prepare(prepared, getattr(each, "optimizer", each), policy)
@@ -63,29 +63,27 @@ def _prepare(objects: tuple[Any, ...], optimizer: torch.optim.Optimizer, policy:
             new = not sessions_of(model)
             runtime.prepare(model, optimizer, policy=policy)
             if new:
-                # Parameters lie in buckets. Accelerate takes tensors of one storage for one tensor, and would save only
-                # the first of them.
+                # Parameters are views of flat buckets. Accelerate treats tensors of one storage as one tensor, and
+                # would save only the first of them.
                 model.register_state_dict_post_hook(_separate)  # type: ignore[no-untyped-call]  # torch's
             return
-    raise ValueError(
-        f"{type(optimizer).__name__} comes without its model: give prepare() the model and its optimizer in one call"
-    )
+    raise ValueError(f"{type(optimizer).__name__} is passed without its model: pass both in one call of prepare()")
 
 
 def _separate(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Copies the tensors of a state dict that lie in a bucket beside others; tied ones stay tied.
+    """Copies the tensors of a state dict that are views of a bucket; tied ones stay tied.
 
-    All others, such as frozen parameters and buffers, stay what torch gives: the memory of the model.
+    Others, such as frozen parameters and buffers, remain references to the model's memory, as torch returns them.
     """
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, torch.Tensor) and _is_part(value):
-            place = value.data_ptr(), value.shape
-            if place not in copies:
-                copies[place] = value.clone()
-            state[name] = copies[place]
+            key = value.data_ptr(), value.shape
+            if key not in copies:
+                copies[key] = value.clone()
+            state[name] = copies[key]
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds more than this tensor."""
+    """Whether the tensor is a view of a larger storage."""
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()

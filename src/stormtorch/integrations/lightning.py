@@ -1,4 +1,4 @@
-"""A strategy for Lightning's Trainer: `Trainer(strategy=StormStrategy())` trains by `prepare`."""
+"""Integration with Lightning: `Trainer(strategy=StormStrategy())` trains by `prepare`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from stormtorch.runtime.session.session import sessions_of
 class StormStrategy(DDPStrategy):
     """Trains a LightningModule on the backend storm, with each optimizer prepared and no wrapper around the module.
 
-    What Lightning does stays as it is: it starts the processes, splits the data, accumulates, clips, saves checkpoints
-    on rank 0 and loads them. Validation, tests and predictions run within `exact`, so that all ranks have the same
+    Lightning still starts the processes, partitions the data, accumulates and clips gradients, and saves and loads
+    checkpoints on rank 0. Validation, tests and predictions run under `exact`, so that all ranks have the same
     parameters.
 
     Args:
@@ -39,7 +39,7 @@ class StormStrategy(DDPStrategy):
         self._evaluating = contextlib.ExitStack()
 
     def setup_distributed(self) -> None:
-        """Creates the process group, with the options if there are any. Lightning uses a group that already exists."""
+        """Creates the process group with `options`, if given. Lightning uses a group that already exists."""
         if self.options is not None and not dist.is_initialized():
             where = self.cluster_environment
             self.set_world_ranks()
@@ -61,42 +61,42 @@ class StormStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             prepare(self.lightning_module, optimizer, policy=self.policy)
-        # Lightning clips what the optimizer holds: this rank's pieces, whose norm is not the norm of the gradient.
+        # Lightning would clip the optimizer's parameters: this rank's shard, whose norm is not that of the gradient.
         self.precision_plugin.main_params = _parameters_of
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Enters a context within which backward only accumulates gradients."""
+        """Context in which backward only accumulates gradients."""
         with self.lightning_module.no_sync():
             yield
 
     def on_validation_start(self) -> None:
-        """Gives all ranks the same parameters."""
+        """Begins `exact`: all ranks get the same parameters."""
         super().on_validation_start()
         self._begin_evaluation()
 
     def on_validation_end(self) -> None:
-        """Returns to what the policy trains with."""
+        """Ends `exact`: each rank continues with its own replica."""
         self._evaluating.close()
         super().on_validation_end()
 
     def on_test_start(self) -> None:
-        """Gives all ranks the same parameters."""
+        """Begins `exact`: all ranks get the same parameters."""
         super().on_test_start()
         self._begin_evaluation()
 
     def on_test_end(self) -> None:
-        """Returns to what the policy trains with."""
+        """Ends `exact`: each rank continues with its own replica."""
         self._evaluating.close()
         super().on_test_end()
 
     def on_predict_start(self) -> None:
-        """Gives all ranks the same parameters."""
+        """Begins `exact`: all ranks get the same parameters."""
         super().on_predict_start()
         self._begin_evaluation()
 
     def on_predict_end(self) -> None:
-        """Returns to what the policy trains with."""
+        """Ends `exact`: each rank continues with its own replica."""
         self._evaluating.close()
         super().on_predict_end()
 

@@ -1,4 +1,4 @@
-"""A mixin for the Trainer of Hugging Face transformers, which then trains by `prepare`."""
+"""Integration with Hugging Face transformers: a mixin for Trainer, which then trains by `prepare`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StormTrainerMixin:
         super().__init__(*arguments, **named)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the Trainer's accelerator, whose `prepare` then prepares models by stormtorch."""
+        """Creates the Trainer's accelerator, whose `prepare` then uses stormtorch."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
         others = accelerator.prepare
@@ -44,7 +44,7 @@ class StormTrainerMixin:
         accelerator.prepare = prepare
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
-        """Evaluates within `exact`, so that all ranks have the same parameters."""
+        """Evaluates under `exact`, so that all ranks have the same parameters."""
         model: Any = self.model  # type: ignore[attr-defined]
         with exact(model) if sessions_of(model) else contextlib.nullcontext():
             return super().evaluation_loop(*arguments, **named)  # type: ignore[misc]

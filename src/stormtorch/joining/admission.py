@@ -1,10 +1,11 @@
-"""What a rank of a running job answers to processes that want into it, and to those that watch it.
+"""Admission service: answers the join requests of late joiners, and the requests of watchers, on behalf of a rank.
 
-A newcomer first learns what all ranks know (`learn`), then gets a slot and a number (`seat`), and then asks to be let
-in until a view includes it (`ask`). Nothing here decides who is in: the ranks agree on that.
+A joiner sends three requests: `learn` returns what all ranks know, `seat` reserves a slot and an incarnation, and `ask`
+is the join request, repeated until a view includes the joiner. Nothing here decides about membership: the ranks vote on
+each view.
 
-Whoever watches the job has ranks tell of their training (`report`). A rank that the watcher cannot reach is asked by one
-that it can. `transport.reporter` has the records: this room knows nothing of trainings.
+A watcher sends `tell` and receives the records of a rank's training. If it cannot reach a rank, another rank forwards
+the request. The records come from `transport.reporter`: this package knows nothing about training.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from stormtorch.udp.rpc import MalformedMessage
 if TYPE_CHECKING:
     from stormtorch.udp.udp import UdpTransport
 
-# A slot that was given away and not asked for again is free after this time.
+# A reserved slot is free again after this time without a join request.
 _RESERVATION_S = 30.0
-# Notes come every tenth of `silence_s`: a rank that missed this part of it is no longer taken for alive and well.
+# Heartbeats come every tenth of `silence_s`: a rank that was silent for this fraction of it may be dead.
 _QUIET = 0.35
-# Questions that this rank asks others at the same time on behalf of watchers, and how long each may take to connect and
-# to be answered: newcomers need seats at the reception, too, and a watcher does not wait for long.
+# Requests that this rank forwards at the same time for watchers, and how long each may take to connect and then to be
+# answered. Both are low, because joiners need connections too, and watchers do not wait for long.
 MOST_FORWARDED_REQUESTS = 3
 _FORWARD_TIMEOUT_S = 1.5
 _MOST_SINCE = 1 << 62
 
 
 def answer_before_joining(request: dict[str, Any]) -> dict[str, Any]:
-    """Answers for a process that is not in a job itself yet."""
+    """Answers on behalf of a process that has not joined the job itself."""
     if request.get("op") not in ("learn", "seat", "ask", "tell"):
-        raise MalformedMessage("an unknown question")
+        raise MalformedMessage("an unknown request")
     return {"state": "founding"}
 
 
 class AdmissionService:
-    """Answers newcomers on behalf of a transport.
+    """Answers joiners and watchers on behalf of a transport.
 
     Args:
         transport: Transport of this rank; held weakly.
-        job: What all ranks have in common.
+        job: Description of the job.
     """
 
     def __init__(self, transport: UdpTransport, job: JobDescription) -> None:
@@ -57,14 +58,14 @@ class AdmissionService:
         self._lock = threading.Lock()
         self._version = version("stormtorch")  # reads a file
         self._forwards = threading.BoundedSemaphore(MOST_FORWARDED_REQUESTS)
-        self._reserved: dict[int, tuple[int, float]] = {}  # by slot: the highest number given, and until when it counts
+        self._reserved: dict[int, tuple[int, float]] = {}  # by slot: highest incarnation given, and when that expires
 
     def set_transport(self, transport: UdpTransport) -> None:
         """Answers on behalf of another transport of the same rank from now on."""
         self._transport = weakref.ref(transport)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any] | bytes:
-        """Answers a question of a newcomer, in words or as JSON. The question may be anything."""
+        """Answers a request, as an object or as encoded JSON. The request is untrusted."""
         transport = self._transport()
         if transport is None or transport.closed:
             return {"state": "over"}
@@ -80,10 +81,10 @@ class AdmissionService:
             return self._reserve_slot(transport, request.get("rank"), above if type(above) is int else 0)
         if operation == "ask":
             return self._join_request(transport, request)
-        raise MalformedMessage("an unknown question")
+        raise MalformedMessage("an unknown request")
 
     def status(self) -> str:
-        """Says in a few lines where this rank stands."""
+        """Returns this rank's status as a few lines of text."""
         transport = self._transport()
         if transport is None or transport.closed:
             return "over\n"
@@ -94,7 +95,7 @@ class AdmissionService:
     def _report(self, transport: UdpTransport, request: dict[str, Any]) -> dict[str, Any] | bytes:
         since, whom = request.get("since", 0), request.get("for", transport.rank)
         if type(since) is not int or type(whom) is not int or not 0 <= since <= _MOST_SINCE:
-            raise MalformedMessage("a question without a number, or for no rank")
+            raise MalformedMessage("a request without a record number, or for no rank")
         if whom != transport.rank:
             return self._forward(transport, whom, since)
         report: dict[str, Any] = {"next": 0, "more": False}
@@ -117,14 +118,14 @@ class AdmissionService:
         return rpc.with_records(about, lines)
 
     def _forward(self, transport: UdpTransport, whom: int, since: int) -> dict[str, Any] | bytes:
-        """Asks another rank on behalf of a watcher who cannot reach it."""
+        """Forwards a request to another rank, for a watcher that cannot reach it."""
         card = transport.cards.get(whom)
         if card is None or not card.reception:
             return {"state": "unreachable", "why": f"rank {transport.rank} knows no address of rank {whom}"}
         if not self._forwards.acquire(blocking=False):
             return {"state": "busy"}
         try:
-            # Without "for": nobody passes a question on twice. The answer is only carried: the watcher checks it.
+            # Without "for", so that no request is forwarded twice. The watcher checks the answer, not this rank.
             return rpc.request_bytes(
                 (card.host, card.reception),
                 {"op": "tell", "since": since},
@@ -133,7 +134,7 @@ class AdmissionService:
                 timeout_s=_FORWARD_TIMEOUT_S,
             )
         except (OSError, MalformedMessage, NotAdmitted) as error:
-            return {"state": "unreachable", "why": f"rank {transport.rank} does not reach rank {whom}: {error}"[:300]}
+            return {"state": "unreachable", "why": f"rank {transport.rank} cannot reach rank {whom}: {error}"[:300]}
         finally:
             self._forwards.release()
 
@@ -159,14 +160,14 @@ class AdmissionService:
                     return {"state": "full", "capacity": self._job.capacity}
                 return self._reserve(transport, free, above)
         if type(wanted) is not int or not 0 <= wanted < self._job.capacity:
-            return {"state": "refused", "why": f"rank {wanted!s:.20} is not below {self._job.capacity}"}
+            return {"state": "refused", "why": f"rank {wanted!s:.20} is not below the job's {self._job.capacity} slots"}
         if wanted == transport.rank:
-            return {"state": "refused", "why": f"rank {wanted} is the process that was asked, and it is alive"}
+            return {"state": "refused", "why": f"rank {wanted} is alive: its process answers this request"}
         with self._lock:
             return self._reserve(transport, wanted, above)
 
     def _free_slot(self, transport: UdpTransport) -> int | None:
-        """A slot that nobody has, of those that this rank gives away: no two ranks of a view give the same."""
+        """A free slot among those that this rank assigns, or None: no two ranks of a view assign the same slot."""
         members = self._members(transport)
         ranks = sorted(members) or sorted(transport.cards)
         if transport.rank not in ranks:
@@ -188,7 +189,7 @@ class AdmissionService:
         given, _ = self._reserved.get(slot, (0, 0.0))
         known = max(0, above, transport.incarnation(slot), self._members(transport).get(slot, 0), given)
         known = max([known, *(incarnation for rank, incarnation in transport.join_requests() if rank == slot)])
-        # No two ranks give the same number: each gives those that leave its own rank as the remainder.
+        # No two ranks assign the same incarnation: each uses the numbers that leave its own rank as the remainder.
         number = known + 1 + (transport.rank - known - 1) % self._job.capacity
         if number > MOST_INCARNATIONS:
             return {"state": "refused", "why": f"rank {slot} has returned too often: start a new job"}
@@ -198,7 +199,7 @@ class AdmissionService:
     def _join_request(self, transport: UdpTransport, request: dict[str, Any]) -> dict[str, Any]:
         rank, incarnation, text = request.get("rank"), request.get("incarnation"), request.get("card")
         if type(rank) is not int or type(incarnation) is not int or not isinstance(text, str):
-            raise MalformedMessage("a question without rank, incarnation or card")
+            raise MalformedMessage("a join request without rank, incarnation or card")
         packed = text.encode()
         card = unpack(packed)
         fits = 0 <= rank < self._job.capacity and rank != transport.rank and 0 < incarnation == card.incarnation
@@ -215,24 +216,24 @@ class AdmissionService:
             if transport.cards[rank] != card:
                 return {"state": "taken"}
             return {"state": "in", "cards": self._cards(transport)}
-        transport.watch()  # a rank that nobody has listened to yet counts as heard until it has had the time to answer
+        transport.watch()  # before the first heartbeat is due, a rank counts as reachable
         connectivity = endpoint.connectivity()
         silent_s = connectivity["heard_s"].get(rank, float("inf"))
         if member >= 0 and silent_s < _QUIET * transport.silence_s and transport.incarnation(rank) < incarnation:
-            return {"state": "wait", "why": f"rank {rank} is still heard: does its old process still run?"}
+            return {"state": "wait", "why": f"rank {rank} still answers: does its old process still run?"}
         with self._lock:
             given, _ = self._reserved.get(rank, (0, 0.0))
             self._reserved[rank] = (max(incarnation, given), time.monotonic() + _RESERVATION_S)
         endpoint.request_admission(rank, incarnation, packed)
         if connectivity["quorum"]:
-            return {"state": "wait", "why": "the ranks have not agreed on it yet"}
+            return {"state": "wait", "why": "the ranks have not agreed on a view that includes it yet"}
         if member >= 0 and silent_s > transport.silence_s and transport.incarnation(rank) < incarnation:
-            # Those who are left are too few to agree on anything, unless the processes that took the others' places
-            # take part: let this one talk with them before it is in.
+            # The remaining ranks are no quorum without the processes that replace the others: this one may exchange
+            # messages with them, and vote, before it is a member.
             transport.readmit(rank, card)
         if transport.incarnation(rank) == incarnation:
             return {"state": "knock", "cards": self._cards(transport)}
-        return {"state": "wait", "why": f"rank {transport.rank} hears no majority of the ranks itself"}
+        return {"state": "wait", "why": f"rank {transport.rank} cannot reach a majority of the ranks itself"}
 
     def _members(self, transport: UdpTransport) -> dict[int, int]:
         view = transport.endpoint.view()

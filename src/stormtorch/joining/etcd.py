@@ -1,5 +1,5 @@
 # mypy: disable-error-code="override"
-"""etcd as the store by which ranks meet: it outlives all of them, and some of its own machines too."""
+"""etcd as the rendezvous store: it outlives all ranks, and the loss of a minority of its own machines."""
 
 import base64
 import http.client
@@ -18,12 +18,12 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 2e-3, 0.1
 
 
 class EtcdStore(Store):
-    """A store of torch.distributed in etcd 3.4 or newer, by the JSON form of its v3 API, which needs no client package.
+    """A torch.distributed store in etcd 3.4 or newer. It uses the JSON form of the v3 API and needs no client package.
 
-    Keys stay until someone deletes them: give each job a prefix of its own.
+    Keys are never deleted by themselves: give each job its own prefix.
 
     Args:
-        addresses: Addresses of the cluster, such as "host:2379", divided by commas; one that answers is enough. With
+        addresses: Addresses of the cluster, such as "host:2379", separated by commas; one that answers is enough. With
             "https://" before a host, the system's certificates are checked.
         prefix: Prefix of all keys, such as the name of the job.
         timeout_s: Longest time to wait for a key.
@@ -56,7 +56,7 @@ class EtcdStore(Store):
         return found[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number, which is 0 if it is not there yet, and returns the sum."""
+        """Adds to a number, 0 if it does not exist yet, and returns the sum."""
         while True:
             found = self._read(key)
             before, revision = (int(found[0]), found[1]) if found else (0, 0)
@@ -66,9 +66,9 @@ class EtcdStore(Store):
                 return before + amount
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Writes a value if the present one is the expected one; returns what is there then.
+        """Writes a value if the present one equals `expected`; returns the value that is there afterwards.
 
-        An empty value is also expected where there is none.
+        An empty `expected` also matches a missing key.
         """
         wanted = expected.encode() if isinstance(expected, str) else expected
         while True:
@@ -79,7 +79,7 @@ class EtcdStore(Store):
                 return desired.encode() if isinstance(desired, str) else desired
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there. Never waits."""
+        """Whether all keys exist. Never waits."""
         reads = [{"request_range": {"key": self._key(key), "keys_only": True}} for key in keys]
         # One transaction of etcd holds 128 requests.
         for start in range(0, len(reads), 100):
@@ -89,10 +89,10 @@ class EtcdStore(Store):
         return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there.
+        """Waits until all keys exist.
 
         Raises:
-            DistStoreError: Some are not there in time.
+            DistStoreError: Some do not exist in time.
         """
         limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]
         give_up_at, nap_s = time.monotonic() + limit.total_seconds(), _SHORTEST_NAP_S
@@ -103,7 +103,7 @@ class EtcdStore(Store):
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def delete_key(self, key: str) -> bool:
-        """Deletes a key; returns whether it was there."""
+        """Deletes a key; returns whether it existed."""
         return int(self._request("deleterange", {"key": self._key(key)}).get("deleted", 0)) > 0
 
     def num_keys(self) -> int:
@@ -121,7 +121,7 @@ class EtcdStore(Store):
         return base64.b64decode(found[0].get("value", "")), int(found[0]["mod_revision"])
 
     def _put_if(self, key: str, value: str | bytes, revision: int) -> bool:
-        """Writes a value if the key has not been written since a revision; 0 stands for a key that is not there."""
+        """Writes a value if the key has not been written since a revision; 0 stands for a missing key."""
         unchanged = {"key": self._key(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
         put = {"request_put": {"key": self._key(key), "value": _text(value)}}
         return bool(self._request("txn", {"compare": [unchanged], "success": [put]}).get("succeeded"))
@@ -144,7 +144,7 @@ class EtcdStore(Store):
 def _address(text: str) -> urllib.parse.ParseResult:
     address = urllib.parse.urlparse(text if "//" in text else f"http://{text}")
     if address.scheme not in ("http", "https") or not address.hostname:
-        raise ValueError(f'an address of etcd is "host:2379", got {text!r}')
+        raise ValueError(f'addresses of etcd must be "host:2379", separated by commas, got {text!r}')
     return address
 
 

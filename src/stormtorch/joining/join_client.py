@@ -1,4 +1,4 @@
-"""Coming into a running job: a newcomer asks any rank of it, and goes on with others if that one dies meanwhile."""
+"""Join client (late join): a process sends join requests to any rank of a running job, and to others if it dies."""
 
 import contextlib
 import functools
@@ -31,40 +31,40 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.05, 0.5
 _WARN_EVERY_S = 10.0
 _MOST_PROBES = 16
 _MOST_RANKS = 0xFFFF
-# Time after which a newcomer whom nobody answers any more gives up, unless `timeout_s` is shorter.
+# Time without any answer after which a join is aborted, unless `timeout_s` is shorter.
 _NO_ANSWER_S = 30.0
 
 
 def admission_addresses(cards: Sequence[Card]) -> list[Address]:
-    """Addresses at which the processes of these cards receive newcomers."""
+    """Admission ports of these processes."""
     return [(card.host, card.reception) for card in cards if card.reception]
 
 
 def check_path(who: str, card: Card, agreement: Agreement, others: Sequence[Card]) -> None:
-    """Raises ValueError if this process cannot send datagrams of the job's size; trusts a size that anyone chose."""
+    """Raises ValueError if this process cannot send the job's datagrams; a size that a user chose is not checked."""
     if card.datagram_bytes < agreement.datagram_bytes and not card.chosen and not any(c.chosen for c in others):
         raise ValueError(
-            f"{who}: the job's datagrams have {agreement.datagram_bytes} bytes, but {card.host} lets only "
-            f"{card.datagram_bytes} through: rejoin from an interface with at least the MTU that the job started with"
+            f"{who}: the job's datagrams have {agreement.datagram_bytes} bytes, but the interface of {card.host} "
+            f"carries only {card.datagram_bytes}: rejoin from one with at least the MTU that the job started with"
         )
 
 
 def join_running_job(
     where: Sequence[Address], options: Options, *, rank: int | None = None, store: Store | None = None
 ) -> UdpTransport:
-    """Takes a place in a running job. The transport's `enter` then comes into it: `prepare` calls it.
+    """Reserves a slot in a running job. The transport's `enter`, which `prepare` calls, then joins the view.
 
-    The others wait for a process that is in, so it comes in only when it is ready to train.
+    It joins only once it is ready to train, because the other ranks wait for every member.
 
     Args:
         where: Addresses of ranks of the job; one that answers is enough.
         options: Settings of this process. `key` must be the job's; `datagram_bytes`, `eager_bytes`, `check` and
             `spare_ranks` are ignored, as those of the job apply.
-        rank: Rank whose process has died, to take its place; None takes a free slot.
-        store: Store of the job, where it is still there.
+        rank: Rank to take over, whose process has died; None takes a free slot.
+        store: Store of the job, if it still runs.
 
     Raises:
-        NotAdmitted: No rank answers, or the job does not let this process in; the error names addresses and reasons.
+        NotAdmitted: No rank answers, or the job refuses this process; the error names addresses and reasons.
     """
     return _JoinClient(where, options, rank, store).join()
 
@@ -76,7 +76,7 @@ class _JoinClient:
         self._wanted = rank
         self._store = HashStore() if store is None else store
         self._give_up_at = time.monotonic() + options.timeout_s
-        self._silent: dict[Address, str] = {}  # addresses that did not answer of late, and what happened there
+        self._silent: dict[Address, str] = {}  # addresses that did not answer last time, and why
         self._cards: dict[int, Card] = {}
         self._answer: Answer = answer_before_joining
         self._has_joined = False
@@ -91,7 +91,7 @@ class _JoinClient:
         listener, card = open_admission_port(card, self._options, answer_before_joining)
         card = replace(card, fingerprint=fingerprint(self._options.key, job.cookie))
         check_path("joining", card, job.agreement, list(self._cards.values()))
-        # This socket's buffer may be smaller than agreed; the credit that this rank gives then follows it.
+        # This socket's buffer may be smaller than agreed; the credit that this rank grants then follows it.
         buffer = min(job.agreement.receive_buffer, card.receive_buffer)
         job = replace(job, agreement=replace(job.agreement, receive_buffer=buffer))
         rank, incarnation = self._request_slot(card.incarnation)
@@ -102,26 +102,26 @@ class _JoinClient:
             self._answer, listener.answer = (
                 listener.answer,
                 answer_before_joining,
-            )  # it receives nobody before it is in itself
+            )  # it admits no process before it is a member itself
         transport.enter = functools.partial(self._join_view, weakref.ref(transport), rank, card, listener)
         return transport
 
     def _join_view(
         self, found: Callable[[], UdpTransport | None], rank: int, card: Card, listener: RpcServer | None
     ) -> None:
-        """Asks the others to let this process in, and waits until it is in."""
+        """Sends join requests, and waits until a view includes this process."""
         transport = found()
         if transport is None or self._has_joined:
             return
         self._give_up_at = time.monotonic() + self._options.timeout_s
         if self._request_admission(rank, card, transport) == "taken":
-            raise NotAdmitted(f"rank {rank}: another process has taken this place meanwhile: start again")
+            raise NotAdmitted(f"rank {rank}: another process has taken this rank meanwhile: start again")
         self._wait_for_view(transport, rank, card)
         self._has_joined = True
         if listener is not None:
             listener.answer = self._answer
 
-    # --- what it is told --------------------------------------------------------------------------------------------
+    # --- what it receives -------------------------------------------------------------------------------------------
 
     def _job(self, learned: dict[str, Any]) -> JobDescription:
         try:
@@ -137,27 +137,27 @@ class _JoinClient:
                 raise ValueError(f"{job.agreement.lanes} lanes, {job.world} ranks")
             members = {int(each) for each in learned["members"]}
         except (KeyError, TypeError, ValueError) as error:
-            raise NotAdmitted(f"the rank at {self._named()} told nonsense about its job: {error!r}") from error
+            raise NotAdmitted(f"the rank at {self._named()} sent a malformed job description: {error!r}") from error
         self._take(learned)
-        # From now on, this process also knows the receptions of all other ranks; members of the view come first.
+        # From now on, this process also knows the admission ports of all other ranks; members of the view come first.
         for _, card in sorted(self._cards.items(), key=lambda item: (item[0] not in members, item[0])):
             if card.reception and (card.host, card.reception) not in self._addresses:
                 self._addresses.append((card.host, card.reception))
         return job
 
     def _take(self, answer: Mapping[str, Any]) -> None:
-        """Takes over the cards in an answer that are newer than those that this process knows."""
+        """Keeps the cards in an answer that are newer than the known ones."""
         received = answer.get("cards", {})
         for text, packed in received.items() if isinstance(received, dict) else ():
             try:
                 rank, card = int(text), unpack(str(packed).encode())
             except ValueError as error:
-                raise NotAdmitted(f"the rank at {self._named()} told nonsense about rank {text!s:.20}") from error
+                raise NotAdmitted(f"the rank at {self._named()} sent a malformed card of rank {text!s:.20}") from error
             if rank not in self._cards or card.incarnation > self._cards[rank].incarnation:
                 self._cards[rank] = card
 
     def _request_slot(self, above: int) -> tuple[int, int]:
-        """Gets a slot and a number from a rank; every rank gives some of the free slots away."""
+        """Reserves a slot and an incarnation; each rank assigns a part of the free slots."""
         full = 0
         for _ in range(len(self._addresses)):
             answer = self._request({"op": "seat", "rank": self._wanted, "above": above}, _NO_ANSWER_S)
@@ -173,7 +173,7 @@ class _JoinClient:
         )
 
     def _request_admission(self, rank: int, card: Card, transport: UdpTransport) -> str:
-        """Asks until a view includes this process, or it may talk with the others before that, or the slot is lost."""
+        """Repeats the join request until a view includes this process, or it may vote before that, or lost the slot."""
         nap_s = _SHORTEST_NAP_S
         while True:
             answer = self._request(_join_request(rank, card), _NO_ANSWER_S)
@@ -185,12 +185,12 @@ class _JoinClient:
                 raise self._refused(answer)
             self._check_time(rank, str(answer.get("why")))
             if transport.leaving:
-                raise SystemExit  # SIGTERM: it has nothing to hand over
+                raise SystemExit  # SIGTERM: it has no state to transfer
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def _wait_for_view(self, transport: UdpTransport, rank: int, card: Card) -> None:
-        """Waits until the transport itself has learned of the view that it is in."""
+        """Waits until this process's own endpoint has the view that includes it."""
         endpoint, packed = transport.endpoint, pack(card)
         transport.watch()
         endpoint.request_admission(rank, card.incarnation, packed)
@@ -198,15 +198,15 @@ class _JoinClient:
         while not self._is_in(endpoint, rank, card.incarnation):
             endpoint.wait_view(0, nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-            self._check_time(rank, "it has a place, but does not hear the others")
+            self._check_time(rank, "it has a slot, but receives nothing from the other ranks")
             if transport.leaving:
-                raise SystemExit  # SIGTERM: it has nothing to hand over
-            # Others may have come meanwhile: those whom no majority has let in know each other by their asking alone.
+                raise SystemExit  # SIGTERM: it has no state to transfer
+            # Other joiners may have come meanwhile: without a quorum they learn of each other by join requests alone.
             for address in list(self._addresses):
                 with contextlib.suppress(OSError, rpc.MalformedMessage):
                     answer = self._rpc(address, _join_request(rank, card))
                     if answer.get("state") == "taken":
-                        raise NotAdmitted(f"rank {rank}: another process has taken this place meanwhile: start again")
+                        raise NotAdmitted(f"rank {rank}: another process has taken this rank meanwhile: start again")
                     self._take(answer)
             for peer, other in self._cards.items():
                 if peer != rank and peer < transport.capacity and other.incarnation > transport.incarnation(peer):
@@ -216,13 +216,13 @@ class _JoinClient:
         view = endpoint.view()
         return view is not None and endpoint.inside() and (rank, incarnation) in map(tuple, view.members)
 
-    # --- asking -----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def _request(self, request: dict[str, Any], wait_limit_s: float) -> dict[str, Any]:
-        """Asks the first address that answers; those that do not go to the end of the list.
+        """Sends a request to the first address that answers; those that do not move to the end of the list.
 
         Raises:
-            NotAdmitted: None has answered for `wait_limit_s`.
+            NotAdmitted: No address has answered for `wait_limit_s`.
         """
         give_up_at = min(time.monotonic() + wait_limit_s, self._give_up_at)
         while True:
@@ -236,13 +236,13 @@ class _JoinClient:
                     continue
                 if answer.get("state") not in ("founding", "over"):
                     return answer
-                self._silent[address] = "it is not in the job yet" if answer["state"] == "founding" else "it is leaving"
+                self._silent[address] = "it has not joined yet" if answer["state"] == "founding" else "it is leaving"
                 self._take({"cards": answer.get("others", {})})
             if time.monotonic() >= give_up_at or (request["op"] == "learn" and self._all_refuse()):
                 raise NotAdmitted(
                     "no rank of the job answers: "
                     + "; ".join(f"{host}:{port}: {why}" for (host, port), why in self._silent.items())
-                    + ". Does it still run, and is TCP let through to its ports?"
+                    + ". Does it still run, and does every firewall admit TCP to its ports?"
                 )
             time.sleep(_LONGEST_NAP_S)
 
@@ -252,16 +252,16 @@ class _JoinClient:
         return answer
 
     def _all_refuse(self) -> bool:
-        """Whether at every address the machine is there, but no such process: waiting would not help."""
+        """Whether every address refuses the connection: the machine runs, but the process does not, so do not wait."""
         return all("refused" in self._silent.get(each, "") for each in self._addresses)
 
     def _check_time(self, rank: int, why: str) -> None:
         now = time.monotonic()
         if now >= self._give_up_at:
-            raise NotAdmitted(f"rank {rank}: not let in within {self._options.timeout_s:g} s (timeout_s): {why}")
+            raise NotAdmitted(f"rank {rank}: not admitted within {self._options.timeout_s:g} s (timeout_s): {why}")
         if now >= self._warned_at + _WARN_EVERY_S:
             self._warned_at = now
-            _log.warning("rank %d: waits to be let into the job: %s", rank, why)
+            _log.warning("rank %d: waits for admission to the job: %s", rank, why)
 
     def _refused(self, answer: Mapping[str, Any]) -> NotAdmitted:
         return NotAdmitted(f"the job at {self._named()} refuses this process: {answer.get('why', answer.get('state'))}")
@@ -276,12 +276,12 @@ def _join_request(rank: int, card: Card) -> dict[str, Any]:
 
 
 def probe(where: Sequence[Address], options: Options, prefix: str) -> dict[Address, str]:
-    """Asks receptions, all at once, whether they are "running", "founding" or "over"; leaves out the silent ones.
+    """Requests the state of several processes at once: "running", "founding" or "over"; omits those without an answer.
 
     Args:
-        where: Addresses that processes had in a job.
+        where: Admission ports of a job's processes.
         options: Settings of this process.
-        prefix: Prefix of that job. Where a process of another job runs by now, that one is left out, too.
+        prefix: Prefix of that job. Processes of other jobs that have the same address by now are omitted too.
     """
 
     def state(address: Address) -> str | None:

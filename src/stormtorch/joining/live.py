@@ -1,4 +1,4 @@
-"""Records of a running job, asked for over the network. One address is enough: each rank knows those of the others."""
+"""Live client: fetches the records of a running job over the network. One address is enough: ranks know all others."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from stormtorch.udp.addresses import Address, addresses
 
 _ASK_S = 2.0
 _FORWARD_S = 4.0
-# A rank that nobody reaches is asked for again after this time; one that only others reach, directly.
+# Time until a request to an unreachable rank is repeated, and a direct one to a rank that only others reach.
 _AGAIN_S = 5.0
 _DIRECT_AGAIN_S = 30.0
 _MOST_RANKS = 1024
 _MOST_ANSWERS = 64
 _MOST_TALKS = 16
-# Ranks that nobody here reaches are asked for by others: so long in all at each read, and again so soon by one that was
-# busy. Who had no turn is asked for at the next read.
+# Requests to ranks that this process cannot reach are forwarded by others: total time at each read, and delay before a
+# busy rank is tried again. A rank that had no turn is requested at the next read.
 _FORWARDS_TIMEOUT_S = 6.0
 _BUSY_AGAIN_S = 0.1
 
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank, as far as it is known here."""
+    """What this process knows about one rank."""
 
     address: Address
     incarnation: int = -1
     pid: int = 0
     known: int = -1
-    """Incarnation that other ranks have told of."""
+    """Newest incarnation that other ranks have reported."""
     since: int = 0
     direct_at: float = 0.0
-    """When to ask it directly again."""
+    """Time of the next direct request."""
     at: float = 0.0
-    """When to ask for it again at all."""
+    """Time of the next request of any kind."""
     way: str = ""
     """"direct", "through rank 3", or why it cannot be reached."""
 
@@ -52,31 +52,31 @@ class LiveJob:
     """The records of all ranks of a running job. Ranks may die, return and join meanwhile.
 
     Args:
-        where: Address of any rank, "host:port"; several are divided by commas, and one that answers is enough.
+        where: Address of any rank, "host:port"; several are separated by commas, and one that answers is enough.
         key: The job's key, if it has one.
     """
 
     def __init__(self, where: str, *, key: bytes | None = None) -> None:
         self._addresses = addresses(where)
         self._key = key
-        self._version = version("stormtorch")  # reads a file, and every question names it
+        self._version = version("stormtorch")  # reads a file, and every request names it
         self._ranks: dict[int, _Rank] = {}
         self._pool = ThreadPoolExecutor(_MOST_TALKS, "watch")
 
     def read(self) -> dict[ProcessId, list[Record]]:
-        """Returns the records that have come since the last call, by process.
+        """Returns the records that have arrived since the last call, by process.
 
-        It takes up to some seconds where ranks cannot be reached, and goes on without them: see `ways`.
+        It takes up to some seconds if ranks are unreachable, and goes on without them: see `ways`.
 
         Raises:
-            ConnectionError: Nobody has ever answered at the addresses.
+            ConnectionError: No rank has ever answered at the addresses.
             NotAdmitted: The job has another key, or another version of this package.
         """
         now = time.monotonic()
         found: dict[ProcessId, list[Record]] = {}
         if not any(rank.way == "direct" for rank in self._ranks.values()):
             self._find(found)
-        # Copied: what is told names ranks that were not known before.
+        # A copy: answers add ranks that were not known before.
         due = [(number, rank) for number, rank in sorted(self._ranks.items()) if now >= rank.at]
         for each in self._pool.map(lambda item: self._ask_directly(item[1], now), due):
             _merge(found, each)
@@ -93,10 +93,10 @@ class LiveJob:
         return {number: rank.way for number, rank in sorted(self._ranks.items())}
 
     def close(self) -> None:
-        """Ends all talks."""
+        """Ends all requests."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------------------
 
     def _find(self, found: dict[ProcessId, list[Record]]) -> None:
         """Learns which ranks are at the addresses that the user gave."""
@@ -116,11 +116,11 @@ class LiveJob:
                 if rank.since == 0:
                     self._take(rank, answer, found, "direct")
             else:
-                errors.append(f"{address[0]}:{address[1]}: its training has ended, or has not begun")
+                errors.append(f"{address[0]}:{address[1]}: its training has ended or has not begun")
         if not self._ranks:
             raise ConnectionError(
-                f"no rank of a job answers ({'; '.join(errors)}): give the address of a rank that trains, as its "
-                "records and its log name it, or the folder of STORM_RECORD"
+                f"no rank of a job answers ({'; '.join(errors)}): give the address of a rank that trains, which its "
+                "log and its records name, or the folder of STORM_RECORD"
             )
 
     def _request(self, address: Address, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class LiveJob:
     def _ask_through(
         self, number: int, rank: _Rank, seats: dict[int, threading.Semaphore], now: float
     ) -> dict[ProcessId, list[Record]]:
-        """Has another rank ask, each time another one, so that no rank has all the work, nor more than it takes on."""
+        """Sends a request through another rank, a different one each time, within the limit of what each forwards."""
         found: dict[ProcessId, list[Record]] = {}
         helper = list(seats)[(number + int(now)) % len(seats)]
         until = now + _FORWARDS_TIMEOUT_S
@@ -158,7 +158,7 @@ class LiveJob:
                 if not self._take(rank, answer, found, f"through rank {helper}"):
                     break
         except (OSError, rpc.MalformedMessage, NotAdmitted):
-            pass  # it is asked through another one next time
+            pass  # the next request goes through another rank
         finally:
             seats[helper].release()
         if not rank.way.startswith("through"):
@@ -166,19 +166,19 @@ class LiveJob:
         return found
 
     def _ask_patiently(self, helper: int, request: dict[str, Any], until: float) -> dict[str, Any] | None:
-        """Asks a rank again while it is busy with other watchers and newcomers; None if it was all the time."""
+        """Repeats a request while the rank is busy with other watchers and joiners; None if it stays busy."""
         while time.monotonic() < until:
             try:
                 answer = self._request(self._ranks[helper].address, request, _FORWARD_S)
             except (rpc.MalformedMessage, ConnectionResetError):
-                answer = {"state": "busy"}  # all seats are taken: it hangs up before it greets
+                answer = {"state": "busy"}  # too many connections: the rank closes before the handshake
             if answer.get("state") != "busy":
                 return answer
             time.sleep(_BUSY_AGAIN_S)
         return None
 
     def _take(self, rank: _Rank, answer: dict[str, Any], found: dict[ProcessId, list[Record]], way: str) -> bool:
-        """Takes over what a rank has told. Returns whether it has more to tell. The answer may hold anything."""
+        """Keeps the records in a rank's answer. Returns whether it has more. The answer is untrusted."""
         number, incarnation, pid = answer.get("rank"), answer.get("incarnation"), answer.get("pid")
         following, received = answer.get("next"), answer.get("records")
         if answer.get("state") != "running":
@@ -187,13 +187,13 @@ class LiveJob:
             return False
         numbers = (number, incarnation, pid, following)
         if not all(type(each) is int and each >= 0 for each in numbers) or not isinstance(received, list):
-            rank.way = "it told nonsense"
+            rank.way = "it sent a malformed answer"
             return False
         assert isinstance(number, int) and isinstance(incarnation, int) and isinstance(pid, int)
         assert isinstance(following, int)
         rank.way = way
         if (incarnation, pid) != (rank.incarnation, rank.pid):
-            # Another process has taken its place, and counts its records from 0.
+            # The rank has another process now, which counts its records from 0.
             again = rank.since > 0
             rank.incarnation, rank.pid, rank.since = incarnation, pid, 0
             if again:
@@ -207,7 +207,7 @@ class LiveJob:
         return more
 
     def _learn(self, answer: dict[str, Any]) -> None:
-        """Learns the addresses of other ranks, and that other processes have taken their places."""
+        """Learns other ranks' addresses, and which of them have a new process."""
         received = answer.get("receptions")
         for text, place in received.items() if isinstance(received, dict) and len(received) <= _MOST_RANKS else ():
             try:

@@ -1,4 +1,4 @@
-"""Joining a job: ranks publish their addresses in a store, agree on common settings, and start their transports."""
+"""Rendezvous: ranks publish their addresses in a store, agree on common settings, and start their transports."""
 
 import contextlib
 import functools
@@ -51,15 +51,15 @@ def connect(
         rank: This rank.
         world: Number of ranks.
         options: Settings of this rank. `key` must be the same on every rank; addresses may differ. With `rejoin`, this
-            process takes the place of one that died, and returns once a view of the others includes it.
+            process takes over a rank whose process died: it reserves the slot here, and `prepare` joins the view.
         prefix: Prefix of all keys in the store, which keeps several transports in one store apart.
 
     Raises:
-        RanksMissing: Some ranks have not come within the options' `timeout_s` or the store's timeout; the error names
-            them.
+        RanksMissing: Some ranks have not joined within the options' `timeout_s` or the store's timeout; the error
+            names them.
         PeerFailed: A rank could not join; the error says why.
-        Unreachable: Routers that translate addresses leave no way to another rank; the error names both.
-        NotAdmitted: With `rejoin`, the running job did not let this process in; the error says why.
+        Unreachable: NAT traversal to another rank failed; the error names both.
+        NotAdmitted: With `rejoin`, the running job refused this process; the error says why.
     """
     options = options or Options()
     _check_rank(rank, world)
@@ -86,12 +86,15 @@ def _start_or_rejoin(store: Store, rank: int, world: int, options: Options, pref
 def _take_over_rank(
     store: Store, rank: int, world: int, options: Options, prefix: str, where: Sequence[tuple[str, int]]
 ) -> UdpTransport:
-    """Takes the place of a rank whose process died, by asking the others."""
+    """Takes over a rank whose process died, by a late join."""
     transport = join_running_job(where, options, rank=rank, store=store)
     if transport.world != world:
         transport.close(0.0)
-        raise ValueError(f"rank {rank}: the running job began with {transport.world} ranks, not {world}")
-    with contextlib.suppress(RuntimeError):  # the ranks know it already; the store only serves those to come
+        raise ValueError(
+            f"rank {rank}: the running job began with {transport.world} ranks, and this process was given {world}: "
+            "give it the same world size"
+        )
+    with contextlib.suppress(RuntimeError):  # the ranks know the card already; the store serves later joiners only
         publish_successor_card(store, prefix, rank, transport.cards[rank])
     return transport
 
@@ -109,13 +112,13 @@ def _rendezvous(
         endpoint, card = bind(options)
         listener, card = open_admission_port(card, options, answer_before_joining)
     try:
-        # A rank 0 that died here may have left a cookie to which the others keep.
+        # A rank 0 that died during the rendezvous may have left a cookie, which the others already use.
         founded = meanwhile is not None and store.check([f"{prefix}/cookie"])
         job, cards = _agree_in_store(store, rank, world, options, prefix, store_rendezvous, card, founded)
         transport = start(endpoint, listener, store, rank, cards, job, options)
     except BaseException:
         if listener is not None:
-            listener.close()  # nobody is to be told that this rank is still meeting the others
+            listener.close()  # otherwise it would still answer that this rank is in the rendezvous
         raise
     if transport.address_book is not None:
         _wait_for_routes(transport, store_rendezvous)
@@ -132,7 +135,7 @@ def _agree_in_store(
     card: Card,
     founded: bool,
 ) -> tuple[JobDescription, dict[int, Card]]:
-    """Publishes this rank's card, and returns what the ranks have in common, and their cards.
+    """Publishes this rank's card, and returns the job's description and all cards.
 
     `founded`: a rank 0 has drawn the cookie already.
     """
@@ -146,14 +149,14 @@ def _agree_in_store(
         _check_start(store, prefix, rank, world)
         cookie = _read_cookie(store, prefix)
         if drawn is not None and drawn.encode() != cookie:
-            raise ValueError(f"rank {rank}: the store shows another cookie than this process has written. {ADVICE}")
+            raise ValueError(f"rank {rank}: the store has another cookie than this process has written. {ADVICE}")
     card = replace(card, fingerprint=fingerprint(options.key, cookie))
     publish(store, prefix, rank, card)
     store_rendezvous.wait(card_keys(prefix, world))
     with store_rendezvous.publish_failure():
         cards = [first_card(store, prefix, peer) for peer in range(world)]
         _check_cards(rank, card, cards)
-    cards[rank] = card  # keys follow from it, and no store may choose them
+    cards[rank] = card  # not the store's copy: keys are derived from it
     if rank == 0 and options.key is None and any(_on_shared_network(each) for each in cards):
         _warn_without_key()
     return JobDescription(cookie=cookie, agreement=agree(cards), prefix=prefix, world=world), dict(enumerate(cards))
@@ -173,15 +176,15 @@ def _wait_for_routes(transport: UdpTransport, store_rendezvous: StoreRendezvous)
 def rejoin(
     store: Store, rank: int, world: int, options: Options | None = None, *, prefix: str = "storm"
 ) -> UdpTransport:
-    """Takes the place of a rank whose process died, in a job that goes on.
+    """Takes over a rank whose process died, in a job that goes on.
 
-    The agreement that the ranks made at the start still holds. The transport can be used at once, but a peer accepts
-    its datagrams only after it has readmitted this process: see `newer_card` and `UdpTransport.readmit`. Other ranks may
-    have died meanwhile. Sequence numbers start at zero here, so exchanges need a group whose name is new to all ranks.
+    The settings that the ranks agreed on at the start still hold. The transport can be used at once, but a peer accepts
+    its datagrams only after it has readmitted this process: see `newer_card` and `UdpTransport.readmit`. Other ranks
+    may have died meanwhile. Sequence numbers start at 0 here, so exchanges need a group whose name is new to all ranks.
 
     Args:
         store: Store by which the job was connected; it must have survived.
-        rank: Rank to take the place of.
+        rank: Rank to take over.
         world: Number of ranks, the same as before.
         options: Settings of this process. `key` must be the job's; `datagram_bytes`, `eager_bytes`, `check` and
             `lanes` are ignored, as those of the job apply.
@@ -199,7 +202,7 @@ def rejoin(
     check_path(f"rank {rank}", card, agreement, founders)
     cards = {peer: newest_card(store, prefix, peer, 0) or founder for peer, founder in enumerate(founders)}
     cards[rank] = card = replace(card, incarnation=next_incarnation(store, prefix, rank))
-    # This socket's buffer may be smaller than agreed; the credit that this rank gives then follows it.
+    # This socket's buffer may be smaller than agreed; the credit that this rank grants then follows it.
     agreement = replace(agreement, receive_buffer=min(agreement.receive_buffer, card.receive_buffer))
     job = JobDescription(cookie=cookie, agreement=agreement, prefix=prefix, world=world)
     transport = start(endpoint, listener, store, rank, cards, job, options)
@@ -208,10 +211,10 @@ def rejoin(
 
 
 def rejoin_in_place(transport: UdpTransport) -> None:
-    """Lets a rank that was cut off return as a new process would, but within its own process.
+    """Lets a rank that was cut off rejoin as a new incarnation, but within its own process.
 
-    Its old endpoint says goodbye, so that nobody waits for data that it will not send. Peers accept the new endpoint
-    after they have readmitted it, as after `rejoin`.
+    Its old endpoint sends a goodbye, so that no peer waits for data that it will not send. Peers accept the new
+    endpoint after they have readmitted it, as after `rejoin`.
     """
     transport.close(0.0)
     options = replace(transport.options, port=0)
@@ -221,9 +224,9 @@ def rejoin_in_place(transport: UdpTransport) -> None:
 
 
 def newer_card(store: Store, peer: int, known_incarnation: int, *, prefix: str = "storm") -> Card | None:
-    """Card of a newer process that has taken a peer's place; None if there is none.
+    """Card of a newer process of a peer's rank; None if there is none.
 
-    Looks into the store and never blocks. Pass the card to `UdpTransport.readmit`.
+    Reads the store and never blocks. Pass the card to `UdpTransport.readmit`.
 
     Args:
         store: Store by which the job was connected: `transport.store`.
@@ -240,14 +243,14 @@ def _check_rank(rank: int, world: int) -> None:
 
 
 def _check_start(store: Store, prefix: str, rank: int, world: int) -> None:
-    """Raises a ValueError if rank 0 was started for another number of ranks, or runs another version of stormtorch."""
+    """Raises ValueError if rank 0 was started with another world size, or runs another version of stormtorch."""
     if not store.check([f"{prefix}/start"]):  # written before the cookie, which is there
         raise ValueError(f"rank 0 runs an older version of stormtorch than rank {rank}: install the same on all hosts")
     try:
         start = json.loads(store.get(f"{prefix}/start"))
         started, theirs = int(start["world"]), str(start["version"])
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise ValueError(f"the store holds something else than rank 0 writes at {prefix}/start. {ADVICE}") from None
+        raise ValueError(f"the store holds no valid start entry of rank 0 at {prefix}/start. {ADVICE}") from None
     if started != world:
         raise ValueError(
             f"rank {rank} was started as one of {world} ranks, but rank 0 as one of {started}: give all ranks "
@@ -263,20 +266,20 @@ def _check_start(store: Store, prefix: str, rank: int, world: int) -> None:
 def _read_cookie(store: Store, prefix: str) -> bytes:
     cookie = bytes(store.get(f"{prefix}/cookie"))
     if not re.fullmatch(rb"[0-9a-f]{16}", cookie):
-        raise ValueError(f"the store holds something else than a cookie at {prefix}/cookie: {cookie[:40]!r}. {ADVICE}")
+        raise ValueError(f"the store holds no valid cookie at {prefix}/cookie: {cookie[:40]!r}. {ADVICE}")
     return cookie
 
 
 def _check_cards(rank: int, card: Card, cards: Sequence[Card]) -> None:
-    """Raises a ValueError if a store shows other cards than the ranks have written."""
+    """Raises ValueError if the store has other cards than the ranks have written."""
     if cards[rank] != card:
-        raise ValueError(f"rank {rank}: the store shows another card than this process has written. {ADVICE}")
+        raise ValueError(f"rank {rank}: the store has another card than this process has written. {ADVICE}")
     _check_keys(rank, card, cards)
     ranks: dict[str, int] = {}
     for peer, other in enumerate(cards):
         if ranks.setdefault(other.nonce, peer) != peer:
             raise ValueError(
-                f"rank {rank}: the store shows the same card for ranks {ranks[other.nonce]} and {peer}. {ADVICE}"
+                f"rank {rank}: the store has the same card for ranks {ranks[other.nonce]} and {peer}. {ADVICE}"
             )
 
 
@@ -285,12 +288,12 @@ def _check_keys(rank: int, card: Card, cards: Sequence[Card]) -> None:
         if other.fingerprint != card.fingerprint:
             raise ValueError(
                 f"rank {rank} and rank {peer} have different keys: `key` must be the same on every rank, in Options or "
-                f"in {KEY_VARIABLE}. If it is, the store shows entries of another job. {ADVICE}"
+                f"in {KEY_VARIABLE}. If it is, the store has entries of another job. {ADVICE}"
             )
 
 
 def _on_shared_network(card: Card) -> bool:
-    """Whether others may share the rank's network: not on loopback, nor on the lab's network, which is for tests."""
+    """Whether other users may share the rank's network: not on loopback, nor on the lab's test network."""
     return not card.loopback and ipaddress.ip_address(card.host.partition("%")[0]) not in _TEST_NETWORK
 
 
@@ -298,7 +301,7 @@ def _on_shared_network(card: Card) -> bool:
 def _warn_without_key() -> None:
     _log.warning(
         "rank 0: this job uses a network without a key. Anyone who reaches its store can read the cookie there and "
-        "forge datagrams with it: gradients, or a ping that silences a link. Anyone who sees packets can read them. "
+        "forge datagrams: gradients, or a ping that silences a link. Anyone who sees packets can read them. "
         "Unless the network is yours alone, make a key by `stormtorch keygen` and give it to every rank, as "
         "Options(key=...) or, with torch.distributed, in %s.",
         KEY_VARIABLE,

@@ -1,8 +1,8 @@
-"""One command for the first start and for every restart of a rank, by a store that outlives the ranks.
+"""Elastic restart: one command serves the first start and every restart of a rank, by a store that outlives the ranks.
 
-The ranks of a job that is started anew meet under a number, the job's *generation*. Rank 0 counts it up when it finds
-that nobody of the earlier generations is alive. A process that is started looks at the latest ones: if a rank answers
-as part of a running job, it comes into that job; if the ranks are still meeting, it meets them.
+Each rendezvous of a job has a number, the job's *generation*. Rank 0 increments it when no process of earlier
+generations answers. A process that starts probes the latest generations: if one of them is a running job, it joins that
+job; if the latest is still in its rendezvous, it takes part in it.
 """
 
 import logging
@@ -20,23 +20,23 @@ from stormtorch.udp.cards import Card, first_card_if_published, known_cards
 _log = logging.getLogger("stormtorch")
 _NAP_S = 0.3
 _WARN_EVERY_S = 10.0
-# A rank 0 that could reach nobody for a while may have begun a generation in vain: the running one is an earlier one.
+# Generations to probe: a rank 0 that reached no rank for a while may have begun new ones while an earlier one runs.
 _LOOK_BACK = 3
 _LOOK_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobLocation:
-    """How a process gets into its job."""
+    """Where a process joins its job."""
 
     prefix: str
     """Prefix of the job's keys in the store."""
     where: list[Address]
-    """Ranks of the running job; empty if this process must meet the other ranks in the store."""
+    """Admission ports of the running job; empty if this process takes part in the rendezvous in the store."""
 
 
 class JobAlreadyRuns(Exception):
-    """Another generation of the job turned out to be running."""
+    """Another generation of the job is running."""
 
 
 class Generations:
@@ -56,7 +56,7 @@ class Generations:
         self._look_at = 0.0
 
     def find_job(self) -> JobLocation:
-        """Finds out whether the job runs, and waits until there is one to come into or to start together.
+        """Waits until there is a running job to join, or a rendezvous to take part in.
 
         Raises:
             RanksMissing: Rank 0 has not begun a new generation within `timeout_s`, although the last one is over.
@@ -72,7 +72,7 @@ class Generations:
             if may_start:
                 return JobLocation(prefix=self._name(latest), where=[])
             if self._rank == 0 and not waits:
-                # Rank 0 alone counts, so nobody else can have counted meanwhile.
+                # Only rank 0 increments the counter, so it cannot have changed meanwhile.
                 return JobLocation(prefix=self._name(self._store.add(self._counter, 1)), where=[])
             now = time.monotonic()
             if now >= began + self._options.timeout_s:
@@ -84,14 +84,15 @@ class Generations:
                 raise error
             if now >= warn_at:
                 warn_at = now + _WARN_EVERY_S
-                _log.warning("rank %d: no job runs yet, %.0f s after this process began", self._rank, now - began)
+                _log.warning("rank %d: no job runs yet, %.0f s after this process started", self._rank, now - began)
             time.sleep(_NAP_S)
 
     def check_earlier_generations(self, rendezvous: str) -> None:
-        """Looks, while this rank meets the others, whether the job runs in another generation after all.
+        """Checks, during the rendezvous, whether the job runs in another generation after all.
 
         Args:
-            rendezvous: Prefix under which they meet. Those who have seen the last card before this rank run there already.
+            rendezvous: Prefix of the present rendezvous, which is not checked: ranks that saw the last card before this
+                one run there already.
 
         Raises:
             JobAlreadyRuns: It does.
@@ -114,16 +115,16 @@ class Generations:
         return None
 
     def _rendezvous_state(self, latest: int) -> tuple[bool, bool]:
-        """Whether this process may meet the others in the latest generation, and whether it must wait for them."""
+        """Whether this process may take part in the latest generation's rendezvous, and whether it must wait for it."""
         if latest == 0:
             return False, False
         name = self._name(latest)
         others = self._others(name)
         rendezvous = "founding" in probe(admission_addresses(others), self._options, name).values()
         if first_card_if_published(self._store, name, self._rank) is None:
-            # Its place among the first is still free: it meets those who wait, or is the first to come.
+            # This rank has no card in it yet: it joins the ranks that wait, or is the first.
             return rendezvous or not others, False
-        # An earlier process of this rank has been there: the others begin with its card, and this one comes in later.
+        # An earlier process of this rank has published its card: the others start with it, and this one joins later.
         return False, rendezvous
 
     def _others(self, name: str) -> list[Card]:

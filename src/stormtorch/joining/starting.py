@@ -1,4 +1,4 @@
-"""Making a transport: opens its socket, writes its card, and starts its engine once it knows the others' cards."""
+"""Start of a transport: opens its sockets, makes its card, and starts the engine once the other cards are known."""
 
 import ipaddress
 import logging
@@ -26,11 +26,11 @@ _log = logging.getLogger("stormtorch")
 
 
 def bind(options: Options, agreement: Agreement | None = None) -> tuple[_engine.Endpoint, Card]:
-    """Opens a socket per lane, and makes the card of this process, still without the fingerprint and the reception.
+    """Opens a socket per lane, and makes this process's card, still without fingerprint and admission port.
 
     Args:
         options: Settings of this process.
-        agreement: What the ranks of the job have in common, for a process that comes into a running one.
+        agreement: Common settings of a running job, for a process that joins it.
     """
     lanes = None if agreement is None else agreement.lanes
     low = options.has_low_lane if agreement is None else agreement.low
@@ -39,7 +39,8 @@ def bind(options: Options, agreement: Agreement | None = None) -> tuple[_engine.
         raise ValueError(f"interfaces {options.interfaces!r} must have different addresses, got {hosts!r}")
     if len(hosts) > 1 and ((lanes or 1) > 1 or low):
         raise ValueError(
-            f"interfaces: this job has {(lanes or 1) + low} lanes, which several interfaces cannot have; name one"
+            f"interfaces: this job has {(lanes or 1) + low} lanes, and several interfaces allow only one lane: name "
+            "one interface"
         )
     host, *more_hosts = hosts
     loopback = all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in hosts)
@@ -59,8 +60,8 @@ def bind(options: Options, agreement: Agreement | None = None) -> tuple[_engine.
         if not options.port:
             raise
         raise RuntimeError(
-            f"{error}, at {', '.join(hosts)}: does another rank run here? Set another `port` in Options, or 0 to take "
-            "any; each of the `lanes` needs a port"
+            f"{error}, at {', '.join(hosts)}: does another rank use this port? Set another `port` in Options, or 0 for "
+            "any free one; each of the `lanes` needs a port"
         ) from error
     largest = min(_engine.datagram_bytes(each, _engine.interface_mtu(each) or 1500) for each in hosts)
     port, *more_ports = endpoint.ports
@@ -73,7 +74,7 @@ def bind(options: Options, agreement: Agreement | None = None) -> tuple[_engine.
         receive_buffer=endpoint.receive_buffer,
         eager_bytes=options.eager_bytes,
         loopback=loopback,
-        # Loopback copies memory and damages nothing. A chosen datagram size imitates a network, which may damage data.
+        # Loopback copies memory and corrupts nothing. A chosen datagram size emulates a network, which may.
         checks_data=bool(options.check or options.key or options.datagram_bytes) or not loopback,
         nonce=secrets.token_hex(16),
         fingerprint="",
@@ -89,16 +90,16 @@ def bind(options: Options, agreement: Agreement | None = None) -> tuple[_engine.
 
 
 def open_admission_port(card: Card, options: Options, answer: Answer) -> tuple[RpcServer | None, Card]:
-    """Opens the TCP port at which this process receives newcomers; returns the card with that port."""
+    """Opens this process's TCP port for join requests; returns the card with that port."""
     try:
         listener = RpcServer(card.host, card.port, key=options.key, version=version("stormtorch"), answer=answer)
     except OSError as error:
-        _log.warning("cannot listen for TCP at %s: %s. Processes must join the job by other ranks.", card.host, error)
+        _log.warning("cannot listen for TCP at %s: %s. Late joiners must use other ranks' ports.", card.host, error)
         return None, card
     if options.port and listener.port != options.port:
         _log.warning(
-            "TCP port %d of %s is taken: processes that join the job by this rank use port %d. Does a firewall let it "
-            "through?",
+            "TCP port %d of %s is taken: processes that join the job through this rank use port %d. Does the firewall "
+            "admit it?",
             options.port,
             card.host,
             listener.port,
@@ -118,13 +119,13 @@ def start(
     """Starts the engine, and makes the transport of a rank.
 
     Args:
-        endpoint: Open socket.
-        listener: Open port for newcomers; None receives none.
+        endpoint: Endpoint with open sockets.
+        listener: Open port for join requests; None serves none.
         store: Store of the job, or one of this process alone.
         rank: This rank.
-        cards: The newest card of each rank that has one. This rank's own is the one that this process made, whatever
-            the store says.
-        job: What all ranks have in common.
+        cards: The newest card of each rank that has one. This rank's own is the one that this process made, never the
+            store's copy.
+        job: Description of the job.
         options: Settings of this process.
     """
     agreement, key, own = job.agreement, options.key, cards[rank]
@@ -191,5 +192,5 @@ def start(
         transport.share_memory()
     if listener is not None:
         transport.serve_requests(listener, AdmissionService(transport, job))
-        _log.info("rank %d: receives newcomers at %s:%d", rank, own.host, own.reception)
+        _log.info("rank %d: receives join requests at %s:%d", rank, own.host, own.reception)
     return transport

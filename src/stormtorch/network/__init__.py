@@ -1,4 +1,4 @@
-"""What networks do to datagrams: loss models, fault injection, files of links, and units of rates, sizes and times.
+"""Network models: packet loss, fault injection, link files, and units of rates, sizes and times.
 
-Models only: anything above may use them. Begin with `loss.py`.
+Models only, which any other package may use. Begin with `loss.py`.
 """

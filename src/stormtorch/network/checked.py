@@ -1,4 +1,4 @@
-"""Checks of values that describe networks: each returns the value, or raises a ValueError that names the knob."""
+"""Checks of network settings: each returns the value, or raises a ValueError that names the setting."""
 
 import math
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from stormtorch.network.units import parse_time
 MAX_RANKS = 65_536
 """Number of possible ranks: a rank has 16 bits on the wire."""
 LEAST_BURST_S, MOST_BURST_S = 1e-6, 3600.0
-"""Range of the mean duration of bursts: shorter ones would be independent loss."""
+"""Range of the mean duration of a burst: shorter ones would be independent loss."""
 
 
 def checked_number(name: str, value: object) -> float:
     """Convert a finite number to a float; a ValueError names any other value."""
-    # NumPy's scalars are Real, too. A bool is an int for Python, but hardly what a caller means here.
+    # NumPy's scalars are Real, too. A bool is an int in Python, but here it is a mistake.
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
@@ -36,7 +36,7 @@ def checked_burst(loss_name: str, loss: float, burst: object) -> float:
         raise ValueError(f"burst must be at least 1, got {number}")
     if number > 1.0 and loss == 1.0:
         raise ValueError(f"burst must be 1 when {loss_name} is 1 (a dead link has no bursts), got {number}")
-    # The tolerance admits settings on the edge, such as 0.9 with a burst of 9, which rounding would push over it.
+    # The tolerance admits settings on the limit, such as 0.9 with a burst of 9, despite rounding.
     if number > 1.0 and loss / ((1.0 - loss) * number) > 1.0 + 1e-9:
         least = loss / (1.0 - loss)
         raise ValueError(f"burst {number} is too short for {loss_name} {loss}: it must be at least {least:.4g}, or 1")
@@ -44,7 +44,7 @@ def checked_burst(loss_name: str, loss: float, burst: object) -> float:
 
 
 def checked_burst_s(name: str, loss_name: str, loss: float, seconds: object) -> float:
-    """Convert the mean duration of bursts of a link that loses `loss` to a float; a ValueError names what is wrong."""
+    """Convert the mean duration of the bursts of a link with this loss to a float; a ValueError names what is wrong."""
     number = checked_number(name, seconds)
     if not LEAST_BURST_S <= number <= MOST_BURST_S:
         raise ValueError(f"{name} must lie in [1 us, 1 h] if bursts last some time, got {number:g} s")

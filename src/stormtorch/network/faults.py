@@ -1,4 +1,4 @@
-"""Fault injection: a bad network on demand, without root and without leaving the machine.
+"""Fault injection: packet loss, delay, reordering and corruption on demand, on one machine and without root.
 
     from stormtorch import faults
 
@@ -6,7 +6,7 @@
         train_one_epoch()
     with faults(loss=0.1, burst=8, delay_ms=20):  # as many, in runs of 8 on average, and delay the others by 20 ms
         train_one_epoch()
-    with faults(loss=0.1, burst="5ms"):           # as many, in bursts that last 5 ms on average, however much is sent
+    with faults(loss=0.1, burst="5ms"):           # as many, in bursts that last 5 ms on average at any rate
         train_one_epoch()
     with faults(loss=GilbertElliott(p=0.1, burst=8), links={(0, 1): 0.5, (1, 0): {"delay_ms": 100}}):
         train_one_epoch()                         # make one pair of ranks worse than the others
@@ -14,14 +14,14 @@
 What to know before trusting a result:
 
 - Faults act where datagrams are **received**: the process of `target` applies those of the link (source, target). Run
-  the same `faults(...)` on every rank to make the whole network bad, or on one rank to spoil only what it receives.
+  the same `faults(...)` on every rank to impair the whole network, or on one rank to impair only what it receives.
 - They apply to every transport of this process, existing and future ones.
 - They are reproducible: what happens to the n-th datagram of a link depends on `seed`, source, target and n alone (and
-  on the time since the first one, if bursts last some time). Each
-  knob has random numbers of its own, so adding `duplicate` does not change which datagrams are lost. (How many are sent
-  may still depend on timing.) Links are independent under one seed, except for what `Shared` takes from all receivers.
-- Blocks nest: the inner block replaces the outer one entirely. When it ends, the outer one applies again and starts its
-  random numbers anew. Datagrams that are held back when faults change are delivered, not lost.
+  on the time since the first one, if `burst` is a time). Each setting has its own random numbers, so adding
+  `duplicate` does not change which datagrams are lost. (How many are sent may still depend on timing.) Links are
+  independent under one seed, except for the losses of `Shared`, which all receivers have in common.
+- Blocks nest: the inner block replaces the outer one entirely. When it ends, the outer one applies again and restarts
+  its random numbers. Datagrams that are held back when faults change are delivered, not lost.
 - An endpoint holds back at most 4,096 datagrams or 64 MiB. A long delay at a high rate exceeds that, and the rest is
   dropped: see the counter `dropped` in the transport's health.
 """
@@ -56,7 +56,7 @@ Bits: TypeAlias = Trace | str | bytes | Sequence[int]
 
 
 class LinkOptions(TypedDict, total=False):
-    """Knobs of one link that differ from those of the others; see `faults`."""
+    """Settings of one link that differ from those of the others; see `faults`."""
 
     loss: float | LinkModel
     burst: float | str
@@ -107,24 +107,24 @@ def faults(
     """Make faults for all transports of this process, to use in a `with` statement or by `start()` and `stop()`.
 
     Args:
-        loss: Fraction of the datagrams that is lost, in [0, 1], or a loss model instead of `loss` and `burst`.
+        loss: Fraction of datagrams that are lost, in [0, 1], or a loss model instead of `loss` and `burst`.
         burst: Mean number of datagrams lost in a row, or the mean time that a burst lasts, such as "5ms". 1 is
             independent loss; more needs `burst >= loss / (1 - loss)`.
         duplicate: Chance that a datagram arrives twice.
         reorder: Chance that a datagram is held back behind 1 to 8 later ones of its link, for at most 5 ms.
         corrupt: Chance that one bit of a datagram is flipped.
         delay_ms: Delay added to every datagram.
-        jitter_ms: Largest further delay, drawn uniformly for each datagram; so it reorders datagrams, too.
-        seed: Seed of the random numbers. The same seed on all ranks still gives every link losses of its own.
-        links: Exceptions by link, keyed by (source, target): a loss rate, a loss model, or a dict of the knobs above
-            and `trace`. A rate or a model replaces loss, burst and trace; knobs that an entry does not name are those
-            of the other links.
+        jitter_ms: Largest further delay, drawn uniformly for each datagram, which also reorders datagrams.
+        seed: Random seed; the same seed drops the same datagrams. Links have independent losses under one seed.
+        links: Exceptions by link, keyed by (source, target): a loss rate, a loss model, or a dict of the settings above
+            and `trace`. A rate or a model replaces loss, burst and trace; settings that an entry does not name are
+            those of the other links.
         trace: Recorded losses (1 is lost), replayed in a loop instead of `loss` and `burst`.
 
     With `Shared`, all receivers lose the same chunks if all of them run these faults with the same seed.
 
     Raises:
-        ValueError: A knob has no sensible value; the message names the knob, and the link.
+        ValueError: A setting is out of range; the message names the setting, and the link.
     """
     options: dict[str, object] = {
         "duplicate": duplicate,
@@ -139,7 +139,7 @@ def faults(
             "exchanges by Reliability(deadline_s=...), and make a rank late by faults(delay_ms=...) in its process, or "
             "by links"
         )
-    # Knobs at their defaults count as not given, so that `trace` or a model alone is no conflict.
+    # Settings at their defaults count as not given, so that `trace` or a model alone is no conflict.
     if loss != 0.0:
         options["loss"] = loss.default if isinstance(loss, PerLink) else loss
     if burst != 1.0:
@@ -180,13 +180,13 @@ class Faults:
             _active.append(self)
 
     def stop(self) -> None:
-        """End these faults and apply those that they replaced again. Does nothing if they are not active."""
+        """End these faults and restore those that they replaced. Does nothing if they are not active."""
         with _lock:
             if not any(active is self for active in _active):
                 return
             was_on_top = _active[-1] is self
             _active[:] = [active for active in _active if active is not self]
-            # Blocks may end in any order: one that is not the latest is only forgotten.
+            # Blocks may end in any order: one that is not the latest is only removed from the list.
             if was_on_top:
                 _apply(_active[-1] if _active else None)
 
@@ -203,7 +203,7 @@ class Faults:
         return f"Faults({self._settings!r})"
 
 
-# Active faults of this process, as the engine's are. Those started last apply.
+# Active faults of this process, in the order of their start. The last one applies.
 _active: list[Faults] = []
 _lock = threading.Lock()
 
@@ -222,7 +222,7 @@ _NO_FAULTS = LinkSettings(
 
 
 def _apply(chosen: Faults | None) -> None:
-    # Imported here, so that settings can be made and checked where the native module is not built.
+    # Imported here, so that settings can be made and checked without the native module.
     import stormtorch._engine as _engine
 
     _engine.set_faults(None if chosen is None else dict(chosen.settings))
@@ -248,16 +248,16 @@ def _options(entry: object) -> Mapping[str, object]:
     if isinstance(entry, LinkModel):
         return {"loss": entry}
     if isinstance(entry, PerLink | Shared | Stragglers | SlowBackward):
-        raise ValueError(f"a link takes the model of one link, not a {type(entry).__name__}")
+        raise ValueError(f"the entry must be the model of one link, got {type(entry).__name__}")
     # A bare rate describes the link's loss completely, so the burst of the other links is not inherited.
     return {"loss": entry, "burst": 1.0}
 
 
 def _changed(base: LinkSettings, options: Mapping[str, object]) -> LinkSettings:
-    """Copy `base` with the knobs in `options`; a ValueError names the knob that is wrong."""
+    """Copy `base` with the settings in `options`; a ValueError names the one that is wrong."""
     unknown = sorted(str(knob) for knob in options if knob not in LinkOptions.__annotations__)
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is no knob; the knobs are {', '.join(LinkOptions.__annotations__)}")
+        raise ValueError(f"{unknown[0]!r} is no setting; the settings are {', '.join(LinkOptions.__annotations__)}")
     loss = _loss(base, options)
     return LinkSettings(
         loss=loss.loss,
@@ -289,7 +289,7 @@ def _loss(base: LinkSettings, options: Mapping[str, object]) -> LinkFaults:
     loss = options.get("loss", base["loss"])
     if isinstance(loss, LinkModel | Shared):
         if "burst" in options:
-            raise ValueError(f"burst goes with a loss rate; {loss!r} has a burst of its own")
+            raise ValueError(f"burst must be given with a loss rate: {loss!r} has its own bursts")
         return loss.link_faults()
     if "loss" not in options and base["trace"]:
         if "burst" in options:
@@ -301,7 +301,7 @@ def _loss(base: LinkSettings, options: Mapping[str, object]) -> LinkFaults:
         return LinkFaults(loss=base["loss"], shared=base["shared"])
     chance = checked_chance("loss", loss)
     if "burst" not in options and base["burst_ns"]:
-        # Another loss in the same bursts; a link without loss has none.
+        # Another loss rate in bursts of the same duration; a link without loss has none.
         return TimedBursts(p=chance, burst_s=1e-9 * base["burst_ns"]).link_faults() if chance else LinkFaults()
     burst = options.get("burst", base["burst"])
     if not isinstance(burst, str):

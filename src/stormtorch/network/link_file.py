@@ -1,14 +1,14 @@
-"""Files that describe single links, for the lab, for faults and for virtual workers.
+"""Link files: JSON that describes single links, for the lab, for fault injection and for virtual workers.
 
 {"links": [{"from": 0, "to": 1, "loss": 0.2, "burst": 8},
            {"from": 2, "to": "*", "loss": 0.05, "burst": "5ms"},
            {"from": "*", "to": 3, "trace": {"file": "links.jsonl", "line": 7}}],
  "hosts": [{"host": 1, "loss": 0.1}]}
 
-A link has one direction: name both directions where both are meant. If several entries fit a link, the last one counts.
-Loss of a host is that of all links from it and to it; entries of links count before it.
-The file of a trace is relative to the folder of the file that names it. The lab also reads delays and the lines of
-hosts; see `stormtorch_lab.netns.per_link`.
+A link has one direction: name both directions if both are meant. If several entries match a link, the last one applies.
+Loss of a host applies to all links from it and to it, unless an entry of a link matches. The path of a trace is
+relative to the folder of the file that names it. The lab also reads delays and the rates of hosts; see
+`stormtorch_lab.netns.per_link`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LinkEntry(NamedTuple):
 def read_links(path: str | PathLike[str], world: int, *, default: LinkModel | None = None) -> PerLink:
     """Read the loss of the links among `world` ranks. Links that are not named follow `default`, or lose nothing.
 
-    Delays and lines of hosts in the file are for the lab and are ignored here. A ValueError names what is wrong.
+    Delays and rates of hosts in the file are for the lab and are ignored here. A ValueError names what is wrong.
     """
     models: dict[tuple[int, int], LinkModel] = {}
     for entry in link_entries(read_file(Path(path)), Path(path).parent, world):
@@ -109,7 +109,7 @@ def ranks_of(where: str, value: object, world: int) -> range | tuple[int, ...]:
 
 
 def _model(where: str, entry: dict[str, Any], folder: Path) -> LinkModel | None:
-    """Loss that an entry gives, or None; `where` names the entry in errors."""
+    """Loss model of an entry, or None; `where` names the entry in errors."""
     try:
         return _loss_model(entry, folder)
     except KeyError as error:

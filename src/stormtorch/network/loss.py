@@ -1,17 +1,17 @@
-"""Loss models: which datagrams of a link are lost.
+"""Packet loss models: which datagrams of a link are lost.
 
 A model describes one direction of one link and draws no random numbers itself. The engine and the simulator take its
 parameters and a seed, and produce the same losses every time.
 
     Bernoulli(p=0.1)                     # lose each datagram with probability 0.1, whatever happened before
     GilbertElliott(p=0.1, burst=8)       # lose as many, but in runs of 8 on average, as on Wi-Fi or in a full queue
-    TimedBursts(p=0.1, burst_s=0.005)    # lose as many, but for 5 ms at a time on average, however much is sent
-    Trace(bits="0001100000")             # replay what a real link did in a loop: 1 is lost
+    TimedBursts(p=0.1, burst_s=0.005)    # lose as many, but for 5 ms at a time on average, at any rate
+    Trace(bits="0001100000")             # replay a recorded link in a loop: 1 is lost
     PerLink(default=Bernoulli(p=0.01), links={(0, 1): GilbertElliott(p=0.2, burst=16)})
     Shared(p=0.1, share=0.5)             # lose half of it at the sender: the same chunks for all its receivers
     Stragglers(chance=0.1, delivered=0.5, network=Bernoulli(p=0.01))    # make ranks late now and then
 
-Most theory assumes `Bernoulli`. Real losses cluster: at the same rate, bursts take whole neighbourhoods of a tensor and
+Most theory assumes `Bernoulli`. Real losses cluster: at the same rate, bursts drop whole stretches of a tensor and
 spare others, so measure with both. A link is a pair (source, target): the two directions between a pair of ranks are
 two links, each with its own losses. Only `Shared` makes links depend on each other, those of one sender.
 
@@ -61,14 +61,14 @@ class LinkFaults(NamedTuple):
     trace: bytes = b""
     """One byte per datagram, 0 or 1, replayed in a loop; unless empty, it replaces `loss` and `burst`."""
     shared: float = 0.0
-    """Fraction of the chunks that is lost at the source, for all receivers alike, in addition to the other losses."""
+    """Fraction of chunks lost at the source, the same for all receivers, in addition to the other losses."""
     burst_s: float = 0.0
     """Mean duration of a burst; unless 0, `burst` is 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bernoulli:
-    """Independent loss: the past says nothing about the next datagram."""
+    """Independent loss: each datagram is lost with the same probability."""
 
     p: float
     """Probability that a datagram is lost, in [0, 1]. 1 is a dead link."""
@@ -86,8 +86,8 @@ class GilbertElliott:
     """Loss in bursts: a link is either good and loses nothing, or bad and loses everything.
 
     Per datagram, a link leaves the bad state with probability 1 / burst and enters it with p / ((1 - p) * burst). The
-    second must not exceed 1, so frequent loss needs long bursts: `burst >= p / (1 - p)`. `burst = 1 / (1 - p)` is the
-    same as `Bernoulli(p=p)`. A burst of exactly 1 is taken for that, too: independent loss.
+    second must not exceed 1, so frequent loss needs long bursts: `burst >= p / (1 - p)`. `burst = 1 / (1 - p)` equals
+    `Bernoulli(p=p)`, and so does a burst of exactly 1: independent loss.
     """
 
     p: float
@@ -106,15 +106,15 @@ class GilbertElliott:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedBursts:
-    """Loss in bursts that last some time: a link is good or bad, as in `GilbertElliott`, but time alone changes it.
+    """Loss in bursts of a mean duration: a link is good or bad, as in `GilbertElliott`, but changes with time alone.
 
     The bad state lasts for exponential times with the mean `burst_s`, the good one with the mean
-    `burst_s * (1 - p) / p`. A sender that falls silent leaves a burst, and one that sends faster loses more in it. This
-    model is for transports and labs: virtual workers have no clock.
+    `burst_s * (1 - p) / p`. A burst also passes while nothing is sent, and a faster sender loses more in it. This model
+    is for transports and labs: virtual workers have no clock.
     """
 
     p: float
-    """Fraction of the time in which everything is lost, above 0 and below 1: what a link loses that sends evenly."""
+    """Fraction of time in the bad state, above 0 and below 1: the loss rate at an even sending rate."""
     burst_s: float
     """Mean duration of a burst in seconds, 1 us to 1 h."""
 
@@ -152,7 +152,7 @@ class Trace:
 
     @classmethod
     def all_from_file(cls, path: str | PathLike[str], *, field: str = "bits") -> list[Trace]:
-        """Read the traces of all lines of such a file, for example to give each link one of its own."""
+        """Read the traces of all lines of such a file, for example one for each link."""
         return [trace for trace in cls._read(path, field, only=None) if trace is not None]
 
     @classmethod
@@ -187,7 +187,7 @@ class PerLink:
     """A model for each link: links that `links` does not name follow `default`."""
 
     default: LinkModel = field(default_factory=lambda: Bernoulli(p=0.0))
-    """The model of every link that has none of its own."""
+    """The model of every link that `links` does not name."""
     links: Mapping[tuple[int, int], LinkModel] = field(default_factory=dict, hash=False)
     """Models by (source, target); copied, so later changes of the argument have no effect."""
 
@@ -220,7 +220,7 @@ class PerLink:
 
     @classmethod
     def bad_sender(cls, rank: int, world: int, model: LinkModel, default: LinkModel) -> PerLink:
-        """Make a model in which all that `rank` sends follows `model`, and everything else `default`."""
+        """Make a model in which the links from `rank` follow `model`, and all others `default`."""
         _check_ranks("rank", [rank], world)
         return cls(default=default, links={(rank, other): model for other in range(world) if other != rank})
 
@@ -259,13 +259,13 @@ class PerLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """Loss that receivers have in common: part of it happens at the sender, before the copies of a chunk part ways.
+    """Loss that receivers have in common: part of it happens at the sender, and takes all copies of a chunk at once.
 
-    A chunk that goes to only one receiver, as in a reduce-scatter or a repair, is lost just as often.
+    A chunk for only one receiver, as in a reduce-scatter or a retransmission, is lost just as often.
     """
 
     p: float
-    """Fraction of the datagrams of a link that is lost in all, in [0, 1]."""
+    """Fraction of a link's datagrams that are lost in all, in [0, 1]."""
     share: float
     """Fraction of the loss that happens at the sender, so that all receivers lose the same chunk, in [0, 1]."""
     burst: float = 1.0
@@ -295,7 +295,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stragglers:
-    """Ranks that are late: in some exchanges, only the first part of what a rank sends arrives before the deadline.
+    """Late ranks: in some exchanges, only the first part of a rank's messages arrives before the deadline.
 
     This model is for virtual workers. On a transport, `Reliability(deadline_s=...)` ends an exchange and
     `faults(delay_ms=...)` makes a rank late.
@@ -304,12 +304,12 @@ class Stragglers:
     chance: float
     """Probability that a rank is late in an exchange, independently for each rank and exchange, in [0, 1]."""
     delivered: float | None = None
-    """Fraction of each message of a late rank, from its beginning, that is in time, in (0, 1); None draws it anew."""
+    """Fraction of each message of a late rank, from its begin, that is in time, in (0, 1); None draws it each time."""
     network: LinkModel | PerLink | Shared = field(default_factory=lambda: Bernoulli(p=0.0))
     """Loss of the datagrams that are in time."""
     backwards: bool = False
-    """Whether a rank is late because its backward is: then it delivers the last part of the model, whose gradients come
-    first, and of what it owns itself no more than that. What owners send is not late."""
+    """Whether a rank is late because its backward is: it then delivers only the last part of the model, whose gradients
+    come first, also to the shards that it owns itself. Parameters that owners send are not late."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chance", checked_chance("chance", self.chance))
@@ -325,17 +325,17 @@ class Stragglers:
 class SlowBackward:
     """Ranks whose backward takes a random time, cut off by the deadline that the policy sets for each step.
 
-    A rank computes gradients of one part of the model after the other, from the last backwards. Each part takes it an
-    exponential time, so that the number of parts that it has at the deadline is Poisson. Gradients that it has not
-    computed are missing, those of what it owns itself, too. A policy without a deadline waits for all of them.
+    A rank computes the gradients of one part of the model after the other, from the last to the first. Each part takes
+    an exponential time, so the number of parts that are complete at the deadline is Poisson. All other gradients are
+    missing, even those of the shards that the rank owns itself. A policy without a deadline waits for all of them.
 
-    This model is for virtual workers. It lets no time pass: steps end at their deadlines.
+    This model is for virtual workers. No time passes in it: steps end at their deadlines.
     """
 
     part_s: float | tuple[float, ...]
-    """Mean seconds that a part takes; a tuple has one number for each rank."""
+    """Mean seconds per part; a tuple has one number for each rank."""
     parts: int
-    """Equal parts, in chunks, of the model, which stand for its layers."""
+    """Number of equal parts of the model, in chunks, which stand for its layers."""
     network: LinkModel | PerLink | Shared = field(default_factory=lambda: Bernoulli(p=0.0))
     """Loss of the datagrams that are in time."""
 
@@ -365,7 +365,7 @@ def loss_in_bursts(p: float, burst: float | str, *, name: str = "p") -> Bernoull
 
 
 def has_timed_bursts(network: LinkModel | PerLink | Shared) -> bool:
-    """Whether the bursts of any link last some time, so that they need a clock."""
+    """Whether the bursts of any link have a duration, and so need a clock."""
     models = [network.default, *network.links.values()] if isinstance(network, PerLink) else [network]
     return any(isinstance(model, TimedBursts) for model in models)
 

@@ -40,7 +40,7 @@ def _parsed(name: str, given: object, pattern: re.Pattern[str], scale: Mapping[s
     if isinstance(given, str) and (match := pattern.match(given)) is not None:
         value = float(match[1]) * scale[match[2].lower()]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        # A number alone is for programs: what a person writes has a unit.
+        # A number without unit is for programs: text must have one.
         wanted = f"{expected.partition(', or ')[0]}, with its unit" if isinstance(given, str) else expected
         raise ValueError(f"{name} must be {wanted}, got {given!r}")
     return float(value)

@@ -1,7 +1,7 @@
-"""Policies: what ranks send and what they make of what arrives, as arithmetic on plain tensors, one file each.
+"""Synchronisation policies: how ranks exchange gradients and parameters, as arithmetic on plain tensors, one file each.
 
-Called by the runtime on real ranks and by the simulator on virtual workers; knows no network. Begin with `policy.py`,
-then `bounded_drift.py`, the default.
+Called by the runtime on real ranks and by the simulator on virtual workers; independent of any network. Begin with
+`policy.py`, then `bounded_drift.py`, the default.
 """
 
 from stormtorch.policies.bounded_drift import BoundedDrift

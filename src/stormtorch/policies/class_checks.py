@@ -1,4 +1,4 @@
-"""Checks how a policy's class is written: what would be ignored in silence is refused."""
+"""Checks of a policy's class definition: raises for anything that would be silently ignored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def check_policy_class(policy: Any) -> None:
-    """Refuses classes that would train otherwise than they read.
+    """Raises for classes that would behave differently from how they read.
 
     Args:
         policy: A `Policy`. Classes whose own definition sets `is_base` are what policies derive from.
@@ -47,7 +47,7 @@ def check_policy_class(policy: Any) -> None:
 
 
 def _check_functions(kind: type[Any], own: list[type[Any]], base: type[Any]) -> None:
-    """Refuses functions that nobody calls: misspelt ones, and those of the other kind of policy."""
+    """Raises for functions that are never called: misspelt ones, and those of the other kind of policy."""
     kinds: list[type[Any]] = base.__mro__[1].__subclasses__()
     siblings = [each for each in kinds if each is not base and each.__dict__.get("is_base")]
     for sibling in siblings:

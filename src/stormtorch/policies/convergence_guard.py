@@ -1,22 +1,22 @@
-"""Meters of loss, and the convergence guard, which makes the broadcast exact while the network loses too much."""
+"""Loss meters and the convergence guard, which makes the broadcast exact while loss is too high."""
 
 import math
 from typing import Any, Generic, TypeVar
 
 import torch
 
-# A meter begins as if so many chunks had arrived and none had been lost. So n losses in a row make a lead of n/20
-# updates instead of 9, and a network that loses nothing makes no lead at all, bit for bit.
+# A meter starts with a prior of this many arrived chunks. So n initial losses make a lead of n/20 updates instead of 9,
+# and a lossless network makes no lead at all, bit for bit.
 _PRIOR_CHUNKS = 20.0
-# Counts fade over so many steps, or more slowly so that they cover so many chunks: few chunks tell little.
+# Counts decay over this many steps, or more slowly so that they cover at least this many chunks.
 _MEMORY_STEPS = 20
 _MEMORY_CHUNKS = 500
-# The guard has a second meter with a shorter memory: it notices an outage at once where a step has many chunks.
+# The guard has a second, faster meter, which detects an outage at once if a step has many chunks.
 _QUICK_STEPS = 4
 _QUICK_CHUNKS = 100
-# Standard errors by which the second meter must be above the limit.
+# Standard errors by which the second meter must exceed the limit.
 _SURE = 3.0
-# Steps for which the broadcast stays exact at least, and the fraction of the limit that loss must then fall below.
+# Hysteresis: least number of exact steps, and the fraction of the limit below which loss must then fall.
 _HOLD = 20
 _RELIEF = 0.9
 
@@ -25,13 +25,13 @@ Value = TypeVar("Value", float, torch.Tensor)
 
 
 class LossMeter(Generic[Value]):
-    """Measures the fraction of chunks that was lost lately, from counts that fade.
+    """Measures the recent fraction of lost chunks, from exponentially decaying counts.
 
     Args:
-        zero: 0.0, or a tensor of zeros where many links are measured at once.
-        steps: Each step fades the counts by at most one over this.
-        chunks: Chunks that the counts cover at least: where a step has few, counts fade by less.
-        prior: Chunks that count as arrived before the first. With none, there is no value before the first.
+        zero: 0.0, or a tensor of zeros to measure many links at once.
+        steps: Each step decays the counts by at most 1/steps.
+        chunks: Least number of chunks that the counts cover: steps with few chunks decay them less.
+        prior: Chunks that count as arrived before the first. With 0, there is no value before the first.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LossMeter(Generic[Value]):
 
     @property
     def value(self) -> Value:
-        """Fraction of chunks lost lately; zero as long as nothing was lost."""
+        """Recent fraction of lost chunks; zero while nothing was lost."""
         found: Value = self._lost / self._sent
         return found
 
@@ -68,11 +68,11 @@ class LossMeter(Generic[Value]):
         self._sent = self._sent - fade * self._sent + sent
 
     def translate(self, factor: Value, most: Value) -> None:
-        """Makes what was counted tell of messages with another redundancy; see `rules.carried_over`.
+        """Converts the counts to another redundancy; see `rules.residual_loss_ratio`.
 
         Args:
-            factor: Loss with the redundancy to come over that with the redundancy so far.
-            most: Loss without any, which parity never raises.
+            factor: Loss with the new redundancy over that with the old one.
+            most: Loss without parity, which is an upper bound.
         """
         self._lost = _at_most(self._lost * factor, most * self._sent)
 
@@ -82,16 +82,16 @@ def _at_most(value: Any, most: Any) -> Any:
 
 
 class ConvergenceGuard:
-    """One rank's opinion on whether the broadcast should be exact. If any rank wants that, all do it.
+    """Convergence guard of one rank: requests an exact broadcast. If any rank requests it, all broadcast exactly.
 
     Args:
-        limit: Highest loss of the broadcast that is tolerated; None tolerates any.
-        max_lag: Highest age of a copy that is tolerated; None tolerates any.
+        limit: Highest tolerated loss of the broadcast; None tolerates any.
+        max_lag: Highest tolerated age of a copy; None tolerates any.
     """
 
     def __init__(self, limit: float | None, max_lag: int | None) -> None:
         self.alarm = False
-        """Whether this rank wants the broadcast to be exact."""
+        """Whether this rank requests an exact broadcast."""
         self._limit = limit
         self._max_lag = max_lag
         self._loss = LossMeter(0.0)
@@ -113,7 +113,7 @@ class ConvergenceGuard:
         """Updates the alarm after one step.
 
         Args:
-            lost: Chunks from all owners that did not arrive in the first pass, whether repaired later or not.
+            lost: Chunks of all owners lost in the first pass, whether retransmitted later or not.
             sent: Chunks that were sent in the first pass.
             oldest: Age of the oldest copy.
         """
@@ -131,6 +131,6 @@ class ConvergenceGuard:
             self.alarm = self._loss.value >= _RELIEF * limit
 
     def _surely_above(self, limit: float) -> bool:
-        """Whether the latest chunks alone show a loss above the limit that chance does not explain."""
+        """Whether the loss of the latest chunks exceeds the limit with statistical significance."""
         _, counted = self._quick.state
         return self._quick.value > limit + _SURE * math.sqrt(limit * (1.0 - limit) / counted)

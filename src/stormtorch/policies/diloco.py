@@ -1,4 +1,4 @@
-"""DiLoCo: ranks train apart for many steps, and owners take an outer step towards the mean of their models."""
+"""DiLoCo and StreamingDiLoCo: local SGD with an outer optimizer on the mean of the models."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,11 +12,11 @@ from stormtorch.policies.rank_policy import RankPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(RankPolicy):
-    """Training that talks rarely: every rank makes `every` steps with the user's optimizer, then models are combined.
+    """Rare exchanges: every rank makes `every` steps with the user's optimizer, then models are combined.
 
-    Each parameter has an anchor at its owner. Ranks send their parameters; the owner takes the mean of those that
-    arrived less the anchor as an outer gradient, makes a step of SGD with Nesterov momentum, and sends the new anchor.
-    As anchors exist once, they cannot diverge. Where an anchor is lost, a rank goes on with its own parameters.
+    Each parameter has an anchor at its owner. Ranks send their parameters; the owner takes the difference between the
+    mean of arrivals and the anchor as outer gradient, makes a step of SGD with Nesterov momentum, and sends the new
+    anchor. Anchors exist once and cannot diverge. If an anchor is lost, a rank continues with its own parameters.
 
     `outer_lr=1.0, momentum=0.0` is local SGD, and `together_until` makes it post-local SGD.
     """
@@ -28,11 +28,11 @@ class DiLoCo(RankPolicy):
     outer_lr: float = 0.7
     """Learning rate of the outer optimizer. 1 without momentum replaces the anchor by the mean."""
     momentum: float = 0.9
-    """Momentum of the outer optimizer. It pays over hundreds of exchanges; with few, 0.5 and a rate of 1 are faster."""
+    """Momentum of the outer optimizer. It pays over hundreds of exchanges; with few, use 0.5 and `outer_lr=1`."""
     nesterov: bool = True
-    """Whether the outer optimizer looks ahead as Nesterov's does."""
+    """Whether the momentum is Nesterov's."""
     alpha: float = 0.0
-    """Part of a rank's own parameters in what it continues with; the rest is the anchor."""
+    """Weight of a rank's own parameters when it accepts an anchor; the rest is the anchor."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,7 +41,7 @@ class DiLoCo(RankPolicy):
         check(0.0 <= self.alpha < 1.0, "alpha", "lie in [0, 1)", self.alpha)
 
     def begin_owner(self, owner: Memory, values: torch.Tensor) -> None:
-        """Takes the parameters at the beginning as the first anchor."""
+        """Takes the initial parameters as the first anchor."""
         owner["anchor"] = values
         owner["speed"] = torch.zeros_like(values)
 
@@ -55,9 +55,9 @@ class DiLoCo(RankPolicy):
     def accept(
         self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor, rank: Memory = NO_MEMORY
     ) -> torch.Tensor:
-        """Continues with the anchor, mixed with a rank's own parameters; with its own alone where it was lost.
+        """Continues with the anchor mixed with a rank's own parameters, or with its own alone where it was lost.
 
-        What arrives takes more of the anchor the less of it does, so that ranks are drawn to it as much on average.
+        The less arrives, the more the anchor weighs in what does, so that the mean pull towards it stays the same.
         """
         if not self.alpha:
             return torch.where(arrived, received, own)
@@ -67,10 +67,10 @@ class DiLoCo(RankPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingDiLoCo(DiLoCo):
-    """DiLoCo in fragments of the model that take turns, each sent while ranks go on computing.
+    """DiLoCo with fragments of the model that are exchanged in turn, while ranks continue to compute.
 
-    A fragment is exchanged every `every` steps, and used `delay` steps later, mixed with what a rank has learned
-    meanwhile. A lost part of a fragment leaves a rank with its own parameters there until the fragment's next turn.
+    A fragment is exchanged every `every` steps, and used `delay` steps later, mixed with the rank's own parameters.
+    Where a part of a fragment is lost, a rank keeps its own parameters until the fragment's next turn.
     """
 
     name: ClassVar[str] = "streaming-diloco"
@@ -78,8 +78,8 @@ class StreamingDiLoCo(DiLoCo):
     fragments: int = 8
     """Parts of the model that are exchanged in turn."""
     delay: int = 1
-    """Steps for which a fragment may travel while ranks compute."""
+    """Steps that a fragment may be in flight while ranks compute."""
     outer_lr: float = 0.4
-    """Learning rate of the outer optimizer: less than that of DiLoCo, as what is exchanged is a step old."""
+    """Learning rate of the outer optimizer: lower than DiLoCo's, as the exchanged values are stale."""
     alpha: float = 0.5
-    """Part of a rank's own parameters in what it continues with."""
+    """Weight of a rank's own parameters when it accepts an anchor."""

@@ -1,4 +1,4 @@
-"""Gossip in pairs, as NoLoCo does: each rank meets one other at random, and there is no exchange among all."""
+"""Gossip (NoLoCo): random pairwise averaging, without any collective among all ranks."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,11 +12,11 @@ from stormtorch.policies.rank_policy import RankPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class Gossip(RankPolicy):
-    """Training in which each rank meets another at random after every `every`-th step.
+    """Each rank exchanges its model with a random partner every `every` steps.
 
-    Each rank has an anchor and an outer momentum of its own. It takes the mean of its parameters and its partner's less
-    its anchor as an outer gradient; where the partner's are lost, its own parameters alone. A slow rank holds up its
-    partner of one exchange and nobody else. `outer_lr=1.0, momentum=0.0` is plain averaging in pairs.
+    Each rank has its own anchor and outer momentum. Its outer gradient is the mean of its parameters and its partner's,
+    minus its anchor; if the partner's are lost, its own parameters alone. A slow rank delays only its partner of one
+    exchange. `outer_lr=1.0, momentum=0.0` is plain pairwise averaging.
     """
 
     name: ClassVar[str] = "gossip"
@@ -34,7 +34,7 @@ class Gossip(RankPolicy):
         check(0.0 <= self.momentum < 1.0, "momentum", "lie in [0, 1)", self.momentum)
 
     def partners(self, ranks: int, random: torch.Generator) -> list[int]:
-        """Draws pairs; with an odd number of ranks, one of them meets nobody."""
+        """Draws pairs; with an odd number of ranks, one has no partner."""
         drawn: list[int] = torch.randperm(ranks, generator=random).tolist()
         found = list(range(ranks))
         for one, other in zip(drawn[0::2], drawn[1::2], strict=False):
@@ -42,7 +42,7 @@ class Gossip(RankPolicy):
         return found
 
     def begin_rank(self, rank: Memory, values: torch.Tensor) -> None:
-        """Takes the parameters at the beginning as the anchor."""
+        """Takes the initial parameters as the anchor."""
         rank["anchor"] = values
         rank["speed"] = torch.zeros_like(values)
 

@@ -1,4 +1,4 @@
-"""Lossy averaging of gradients, for comparison: shows what happens where nothing holds replicas together."""
+"""Lossy gradient averaging, a baseline: shows how replicas diverge if nothing bounds their drift."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,10 +8,9 @@ from stormtorch.policies.rank_policy import RankPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class GradientAveraging(RankPolicy):
-    """Lossy averaging of gradients, for comparison only: every rank applies whatever average it got.
+    """Lossy gradient averaging, for comparison only: every rank applies the average that it received.
 
-    Both directions are lossy. A gradient that one replica lost makes it differ from the others forever, so replicas
-    drift apart without bound.
+    Both directions are lossy. A replica that loses a gradient differs from the others forever, so drift is unbounded.
     """
 
     sends: ClassVar[Literal["gradients", "parameters"]] = "gradients"

@@ -1,4 +1,4 @@
-"""What a policy remembers from one exchange to the next, for every parameter, on its owner and on each rank."""
+"""Retained state of a policy between exchanges, per parameter: on its owner and on each rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class MemoryStore:
-    """Vectors with one element for each of some parameters, by name.
+    """Named vectors with one element per parameter element.
 
     Args:
         count: Number of elements of each vector.
@@ -40,22 +40,22 @@ class MemoryStore:
         return first >= last
 
     def vector(self, name: str) -> torch.Tensor:
-        """Returns the vector of a name, which is made if it is missing."""
+        """Returns the vector of a name, and creates it if missing."""
         if name not in self.vectors:
             self.vectors[name] = torch.zeros(self.count, dtype=torch.float32, device=self._device)
         return self.vectors[name]
 
     def mark_written(self, name: str, first: int, last: int) -> None:
-        """Called when elements have been written under a name."""
+        """Marks elements of a name as written."""
         if not self.has(name, first, last):
             self._written.setdefault(name, []).append((first, last))
 
     def read(self, names: list[str], first: int, count: int) -> torch.Tensor:
-        """Returns some elements of several vectors, stacked; zeros where there is nothing."""
+        """Returns some elements of several vectors, stacked; unwritten ones are zero."""
         return torch.stack([self.vector(name)[first : first + count] for name in names])
 
     def write(self, names: list[str], first: int, values: torch.Tensor) -> None:
-        """Writes what `read` returned, perhaps on another rank."""
+        """Writes what `read` returned, possibly on another rank."""
         for name, each in zip(names, values, strict=True):
             self.vector(name)[first : first + each.numel()] = each
             self.mark_written(name, first, first + each.numel())
@@ -71,10 +71,10 @@ class MemoryStore:
 
 
 class Memory(MutableMapping[str, torch.Tensor]):
-    """What a policy remembers of some chunks: tensors (C, E) by name, with float32 elements.
+    """Retained state of a policy for some chunks: float32 tensors (C, E) by name.
 
-    Reading gives a view, so that arithmetic in place is remembered. Writing copies: read it again before you change it
-    in place. It also says for whom and when a function of a policy is called.
+    Reading returns a view, so that in-place arithmetic is kept. Writing copies: read again before changing a value in
+    place. Its attributes describe the call of a policy's function: rank, exchange, steps.
 
     Args:
         store: Vectors that hold the elements.
@@ -88,7 +88,7 @@ class Memory(MutableMapping[str, torch.Tensor]):
         self._first, self._last = first, first + rows * per_chunk
         self._shape = (rows, per_chunk)
         self.index = 0
-        """Place of this rank among the members."""
+        """Index of this rank among the members."""
         self.ranks = 1
         """Number of members."""
         self.round = 0
@@ -96,19 +96,19 @@ class Memory(MutableMapping[str, torch.Tensor]):
         self.steps = 0
         """Optimizer steps that this rank has made since it last took part in an exchange of these chunks."""
         self.arrived = 1.0
-        """Fraction of what was sent to this rank in the exchange that it accepts now, of all owners, that arrived."""
+        """Fraction of all data for this rank that arrived in the exchange that it accepts now."""
         self.offset = first
-        """Place of the first element in the model, the same for all ranks."""
+        """Offset of the first element in the model, the same on all ranks."""
 
     def told(self, *, index: int, ranks: int, round_: int, steps: int = 0, offset: int = 0) -> Memory:
-        """Fills in for whom and when a function is called, and returns itself."""
+        """Sets the attributes that describe a call, and returns itself."""
         self.index, self.ranks, self.round, self.steps = index, ranks, round_, steps
         self.offset = offset + self._first
         return self
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self:
-            raise KeyError(f"nothing is remembered as {name!r} here: write it in begin_owner or begin_rank")
+            raise KeyError(f"the memory has no {name!r} here: write it in begin_owner or begin_rank")
         return self._store.vector(name)[self._first : self._last].view(self._shape)
 
     def __setitem__(self, name: str, values: torch.Tensor) -> None:
@@ -118,7 +118,7 @@ class Memory(MutableMapping[str, torch.Tensor]):
         self._store.mark_written(name, self._first, self._last)
 
     def setdefault(self, name: str, default: torch.Tensor) -> torch.Tensor:
-        """Returns what is remembered under a name; first writes the default there, if nothing is."""
+        """Returns the value of a name; writes the default first if there is none."""
         if name not in self:
             self[name] = default
         return self[name]
@@ -127,7 +127,7 @@ class Memory(MutableMapping[str, torch.Tensor]):
         return isinstance(name, str) and name in self._store.vectors and self._store.has(name, self._first, self._last)
 
     def __delitem__(self, name: str) -> None:
-        raise TypeError("a policy's memory of a name stays: write other values")
+        raise TypeError("a name cannot be deleted from a policy's memory: write other values")
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._store.vectors if name in self)
@@ -137,4 +137,4 @@ class Memory(MutableMapping[str, torch.Tensor]):
 
 
 NO_MEMORY = MemoryStore(0).chunks(0, 0, 0)
-"""The memory of nobody, where a function is called without one."""
+"""Empty memory, for functions that are called without one."""

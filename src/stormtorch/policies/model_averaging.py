@@ -1,4 +1,4 @@
-"""RPS: ranks average their models over what arrives; where the average is lost, a rank continues with its own."""
+"""ModelAveraging (RPS): local SGD with lossy averaging of the models, block by block."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from stormtorch.policies.rank_policy import RankPolicy
 class ModelAveraging(RankPolicy):
     """RPS: every rank trains a model of its own with its own optimizer.
 
-    After every `every`-th step, ranks average their models block by block: each block has an owner, which averages the
-    copies that arrive. Where the average is lost, a rank keeps its own block.
+    Every `every` steps, ranks average their models block by block: each block has an owner, which averages the copies
+    that arrive. If the average is lost, a rank keeps its own block.
     """
 
     def order(self, ranks: int, random: torch.Generator) -> list[int]:

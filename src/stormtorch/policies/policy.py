@@ -1,13 +1,13 @@
-"""The interface of a policy: what ranks send, what owners make of what arrived, and what ranks make of the answer.
+"""The interface of a policy: what ranks send, how owners combine what arrives, and what ranks accept.
 
 A policy is arithmetic on plain tensors, written once: `stormtorch.prepare` applies it to real ranks, the simulator to
 virtual workers. Every parameter has one owner among the ranks. In an exchange each rank sends something to the owners
 (stage 1, up), an owner combines what arrived of its shard, and sends a result to all ranks (stage 2, down).
 
-Tensors of values are (..., C, E): C chunks, each of which arrives whole or not at all, of E elements. What is known of
-chunks (flags, counts, losses) is (..., C, 1) and broadcasts against them, or is one number for all of them. The last
-chunk of a shard may come in a call of its own, as it has fewer elements. A function may return the very tensor that it
-was given; it writes only into tensors where its description allows that.
+Tensors of values are (..., C, E): C chunks of E elements, each of which arrives whole or not at all. Flags, counts and
+losses of chunks are (..., C, 1) and broadcast against them, or are one number for all chunks. The last chunk of a shard
+may be passed in a separate call, as it has fewer elements. A function may return its argument; it writes into an
+argument only where its description allows that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int4)  
 """Number formats in which gradients and parameters may travel."""
 
 Deadline = Literal["auto"] | float | None
-"""When gradients of a step are late: after seconds that are learned, after so many seconds, or never."""
+"""When gradients of a step are late: after a learned time, after this many seconds, or never."""
 
 Numbers = float | torch.Tensor
 """One number for all chunks, or one for each: (..., C, 1)."""
@@ -36,49 +36,48 @@ Numbers = float | torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Base of all policies; subclass `OwnerPolicy` or `RankPolicy`, which say who runs the optimizer."""
+    """Base of all policies. Subclass `OwnerPolicy` (owners run the optimizer) or `RankPolicy` (every rank runs it)."""
 
     is_base: ClassVar[bool] = True
-    """Whether a class, by its own definition, is one that policies derive from."""
+    """Whether the class itself is a base for policies."""
     name: ClassVar[str] = ""
-    """Name by which commands know a policy of the library; a subclass may choose one."""
+    """Name of the policy in commands; a subclass may set one."""
     functions: ClassVar[tuple[str, ...]] = ("send", "combine", "accept", "protect")
     """Names of the functions that a policy may override."""
 
     reliability: Reliability = LOSSY
-    """How much of a message may be missing, in both stages. The default never sends anything twice."""
+    """How much of a message may be missing, in both stages. The default never retransmits."""
     wire: torch.dtype = torch.float32
     """Number format on the network: bfloat16 takes half of the bytes, int8 a quarter, int4 a seventh. Sums: float32."""
     bucket_mb: float = 16.0
-    """Size of the buckets in which parameters travel, each as soon as it is complete. Smaller ones start earlier and
-    cost more exchanges."""
+    """Size of the buckets in which parameters are sent, each as soon as it is complete. Smaller ones start earlier but
+    need more exchanges."""
     overlap: bool = False
-    """Whether `step` returns before parameters have arrived, so that they travel during the next forward: each module
-    then waits for its own before it runs. Code that reads parameters elsewhere, as a moving average does, would read
-    some that are still on their way, and must do so under `exact(model)`."""
+    """Whether `step` returns before the parameters have arrived, so that communication overlaps with the next forward:
+    each module waits for its own parameters before it runs. Other code that reads parameters, such as a moving average,
+    must do so under `exact(model)`, as some may still be in flight."""
     settings: Literal["same", "rank 0", "any"] = "same"
-    """What happens where the optimizer's settings (learning rate, weight decay, betas, ...) differ between ranks, at
+    """What to do if the optimizer's settings (learning rate, weight decay, betas, ...) differ between ranks, at
     `prepare` or at any step: "same" raises an error that names them; "rank 0" gives all ranks the settings of rank 0
-    before the step that would use others; "any" lets each rank use its own."""
+    before the step; "any" lets each rank use its own."""
     priority: Priority | None = None
-    """Priority of the training's traffic: "low" yields to everything else on the network, and needs a job that begins
-    with `Options(priority="both")` or is of low priority as a whole; None is the job's own priority. What ranks tell
-    each other about a step, some hundred bytes, always goes at the job's priority."""
+    """Priority of the training's traffic. "low" yields to all other traffic of the network, and needs a job with
+    `Options(priority="both")` or of low priority as a whole. None is the job's priority. Control messages of a step,
+    some hundred bytes, always have the job's priority."""
     allowed_loss: float | None = None
-    """Fraction of what ranks send each other that they may give up rather than wait for it: steps then hardly become
-    longer beside neighbours on the network that come first, and lose up to that fraction instead, on average over some
-    steps. Each stage that is not exact gets a deadline, which ranks learn from how long it takes when nothing is
-    delayed. None waits for all that was sent."""
+    """Fraction of the data that ranks may drop rather than wait for it. Steps then hardly become longer beside traffic
+    of higher priority, and lose up to that fraction instead, averaged over some steps. Each stage that is not exact
+    gets a deadline, which ranks learn from its time without delays. None waits for everything that was sent."""
     warn_every: int = 100
-    """Steps between two warnings about a rank that is missing."""
+    """Steps between two warnings about a missing rank."""
     give_up_s: float = 600.0
-    """Seconds for which a rank that has lost the majority of the others waits for it, before it raises an error that
-    names whom it misses. As long as a majority of the ranks is there, these go on without the others."""
+    """Seconds that a rank without a quorum waits for one, before it raises an error that names the missing ranks. Ranks
+    that have a quorum continue without the others."""
     collective_wait_s: float = 600.0
-    """Seconds after which a call that all ranks must make, such as `model.state_dict()`, raises an error because a rank
-    neither makes it nor waits for the others elsewhere."""
+    """Time limit of collective calls such as `model.state_dict()`: after these seconds, the call raises an error if a
+    rank neither makes it nor waits in another one."""
     drift_samples: int = 256
-    """Number of parameter elements that ranks compare at every exchange, to measure how far apart replicas are."""
+    """Number of parameter elements that ranks compare at every exchange, to measure the drift of replicas."""
 
     def __post_init__(self) -> None:
         check_policy_class(self)
@@ -105,7 +104,7 @@ class Policy:
 
     @property
     def weighs(self) -> bool:
-        """Whether `send` changes what it is given. The loss of each link is measured only then."""
+        """Whether the policy overrides `send`. The loss of each link is measured only then."""
         return overrides(self, "send")
 
     def send(self, own: torch.Tensor, loss: Numbers) -> torch.Tensor:
@@ -113,48 +112,48 @@ class Policy:
 
         Args:
             own: The rank's gradients or parameters of these chunks.
-            loss: Measured fraction of this rank's chunks that the owner lost lately; 0 for what the rank itself owns.
+            loss: Recent measured loss from this rank to the owner; 0 for what the rank itself owns.
         """
         return own
 
     def combine(self, mean: torch.Tensor, count: Numbers, present: int) -> torch.Tensor:
-        """Returns what an owner makes of the copies that arrived; by default their mean. May write into `mean`.
+        """Combines the copies that arrived; by default their mean. May write into `mean`.
 
-        Under an `OwnerPolicy`, a further parameter `owner` gets what the owner remembers of these chunks. It begins
-        anew with every view.
+        Under an `OwnerPolicy`, an additional parameter `owner` receives the owner's memory of these chunks, which
+        starts empty in every view.
 
         Args:
-            mean: Mean over the copies that arrived, the owner's own always among them.
-            count: How many copies arrived.
-            present: How many ranks take part, as far as is known.
+            mean: Mean over the copies that arrived, always including the owner's own.
+            count: Number of copies that arrived.
+            present: Number of ranks that take part, as far as known.
         """
         return mean
 
     def protect(self, loss: float, chunks: int, compression_ratio: float) -> float:
-        """Returns the parity chunks that a rank sends with each data chunk where nothing is sent again; default: none.
+        """Returns the parity chunks per data chunk of a stage without retransmission; by default none.
 
-        A stage whose `Reliability` has a number as its `redundancy` sends that many instead. On real ranks, only an
-        `OwnerPolicy` is asked.
+        A stage whose `Reliability` has a number as `redundancy` uses that instead. On real ranks, called for an
+        `OwnerPolicy` only.
 
         Args:
-            loss: Measured fraction of this rank's datagrams that was lost lately, before parity brought any back.
+            loss: Recent measured loss of this rank's datagrams, before decoding.
             chunks: Data chunks of its largest message.
             compression_ratio: Bytes of float32 over those of the wire: 1 for float32, about 4 for int8, 7 for int4.
         """
         return 0.0
 
     def redundancy_of(self, stage: Reliability, loss: float, chunks: int, compression_ratio: float) -> float:
-        """Returns the parity chunks that a rank sends with each data chunk of a stage; for the others see `protect`."""
+        """Returns the parity chunks per data chunk of a stage; for the arguments see `protect`."""
         if stage.budget < 1.0:
-            return 0.0  # what is lost is sent again
+            return 0.0  # what is lost is retransmitted
         return self.protect(loss, chunks, compression_ratio) if stage.redundancy == "auto" else stage.redundancy
 
     def accept(self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-        """Returns what a rank continues with; by default what came, and its own where that was lost.
+        """Returns what a rank continues with; by default what arrived, and its own values where that was lost.
 
         Args:
-            own: What the rank has: a stale copy, or its own gradients or parameters.
-            received: What the owners sent. Where it did not arrive, its values mean nothing and may be NaN: choose by
+            own: The rank's values: a stale copy, or its own gradients or parameters.
+            received: What the owners sent. Values that did not arrive are undefined and may be NaN: select by
                 `torch.where`, never multiply by zero.
             arrived: Whether each chunk arrived.
         """
@@ -165,8 +164,8 @@ class Policy:
 class OwnerPolicy(Policy):
     """Base of policies under which owners run the user's optimizer, each on its own shard.
 
-    Gradients go up, parameters come down. The optimizer's state exists once in the world. Other ranks have copies of an
-    owner's parameters, which become stale where the broadcast is lost and are healed by the next one that arrives.
+    Gradients go up, parameters come down. The optimizer's state is sharded and exists once. Other ranks have copies of
+    an owner's parameters; a lost broadcast makes a copy stale until the next one arrives.
     """
 
     is_base: ClassVar[bool] = True
@@ -175,40 +174,41 @@ class OwnerPolicy(Policy):
     gradients: Reliability | None = None
     """Reliability of stage 1, gradients to their owners; None is `reliability`."""
     broadcast: Reliability | None = None
-    """Reliability of stage 2, parameters to everyone; None is `reliability`. A budget below 1 repairs until at most
-    that fraction is missing, or until the deadline."""
+    """Reliability of stage 2, parameters to all ranks; None is `reliability`. With a budget below 1, chunks are
+    retransmitted until at most that fraction is missing, or until the deadline."""
     deadline: Deadline = None
-    """What happens to a rank that computes more slowly than the others. None waits for it. "auto" goes on without its
-    gradients at a deadline that is learned from how long the ranks take: its next gradients count for the steps that it
-    missed. A number is a deadline in seconds from when a rank has its parameters; gradients that a rank has computed
-    until then count, as soon as one rank has all. A policy may set one for each step, by `deadline_at`. See
+    """What to do about stragglers. None waits for them. "auto" continues without their gradients after a deadline that
+    is learned from the compute times of the ranks; a straggler's next gradients count for the steps that it missed. A
+    number is a deadline in seconds from the arrival of a rank's parameters: gradients computed by then count, once one
+    rank has computed all of them. Override `deadline_at` to set one per step. See
     `stormtorch.runtime.owner.deadline_session`."""
     max_lag: int | None = None
-    """Steps that a copy may be out of date: one that would be older is fetched exactly. None sets no bound."""
+    """Bound on the staleness of copies in steps: a copy that would be older is fetched exactly. None: no bound."""
     guard: float | None = 0.5
-    """Measured loss of the broadcast above which the broadcast becomes exact until the network is better. It also
-    becomes exact while a copy is older than `max_lag`. None never does that."""
+    """Convergence guard: the broadcast becomes exact while its measured loss exceeds this, or while a copy is older
+    than `max_lag`. None disables it."""
     standby: int = 1
-    """Ranks that follow the owner of each shard, so that nothing is lost if it dies: 1, or 0 for none. From 3 ranks on,
-    the owner sends its averaged gradient exactly to another rank, which runs the same optimizer on it. Without one, a
-    dead owner's parameters come from the freshest copy, and the optimizer's state of its shard begins anew."""
+    """Hot standbys per shard: 1, or 0 for none. From 3 ranks on, the owner sends its averaged gradient exactly to
+    another rank, which runs the same optimizer on it, so that nothing is lost if the owner dies. Without a standby, a
+    dead owner's parameters come from the freshest copy, and the optimizer's state of its shard is reset."""
     hierarchy: bool = True
-    """Whether ranks exchange by machines, where several machines have the same number k of ranks, two or more, and the
-    model has 512 KiB or more: gradients are averaged inside a machine before they go to owners on others, and an owner
-    sends its parameters to each other machine once, where they are passed on. A machine's line then carries 1/k of the
-    bytes, and only what it carries may be lost: one lost chunk of gradients takes those of all ranks of a machine, and
-    one of parameters leaves all of them with the same stale copy. Policies that override `accept`, weigh
-    gradients by link, or have a deadline, go without. False sends everything from rank to rank."""
+    """Whether exchanges are hierarchical: gradients are averaged inside a machine before they go to owners on others,
+    and an owner sends its parameters to each other machine once. It needs several machines with the same number k of
+    ranks, two or more, and a model of at least 512 KiB. A machine's link then carries 1/k of the bytes, and only they
+    may be lost: a lost chunk of gradients loses those of all ranks of a machine, and one of parameters leaves all of
+    them with the same stale copy. Not used by policies that override `accept`, weight gradients by link, or have a
+    deadline. False sends everything from rank to rank."""
     ownership: Literal["auto", "elements", "parameters"] = "auto"
-    """Whether shards may cut through a parameter. Optimizers that treat each element by itself allow it; others, such
-    as Muon, need whole parameters. "auto" knows torch's own optimizers, and gives others whole parameters."""
+    """Granularity of the partition. "elements" may split a parameter between owners, which elementwise optimizers
+    allow; others, such as Muon, need whole "parameters". "auto" knows torch's optimizers, and uses "parameters" for
+    others."""
 
     shards: Literal["equal", "rate"] | tuple[float, ...] = "equal"
-    """How much each rank owns. "equal" gives all ranks the same. "rate" measures what lines carry in each direction and
-    how fast processors are, and cuts shards anew, by a view with the same members, whenever that should make steps at
-    least a tenth shorter: ranks whose line is thin in one direction, or whose processor is slow, then own less. A line
-    that is thin both ways alike is best used by an equal share. A tuple has a weight for each rank; where in and out
-    share a medium, as in Wi-Fi, a small one for a slow host pays."""
+    """Size of each rank's shard. "equal" gives all ranks the same. "rate" measures the rate of links in each direction
+    and the speed of processors, and repartitions, by a view with the same members, whenever that should make steps at
+    least a tenth shorter: ranks with a link that is slow in one direction, or a slow processor, then own less. A link
+    that is equally slow both ways is best used by an equal shard. A tuple has a weight per rank; on a shared medium
+    such as Wi-Fi, a small weight for a slow host pays."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,13 +234,13 @@ class OwnerPolicy(Policy):
 
     @property
     def down(self) -> Reliability:
-        """Reliability of stage 2, parameters to everyone."""
+        """Reliability of stage 2, parameters to all ranks."""
         return self.reliability if self.broadcast is None else self.broadcast
 
     def deadline_at(self, step: int) -> Deadline:
-        """Returns the deadline of a step; by default `deadline`. It is not asked where `deadline` is None.
+        """Returns the deadline of a step; by default `deadline`. Not called if `deadline` is None.
 
-        All ranks must return the same for a step.
+        All ranks must return the same value for a step.
 
         Args:
             step: Number of the step, from 0.
@@ -248,17 +248,18 @@ class OwnerPolicy(Policy):
         return self.deadline
 
     def ahead(self, loss: float) -> float:
-        """Returns by how many updates an owner's broadcast is ahead of its own parameters; by default 0.
+        """Returns the lead: by how many updates an owner's broadcast is ahead of its own parameters; by default 0.
 
         Args:
-            loss: Measured fraction of this owner's broadcasts that others lost lately.
+            loss: Recent measured loss of this owner's broadcasts.
         """
         return 0.0
 
     def publish(self, before: torch.Tensor, now: torch.Tensor, ahead: Numbers) -> torch.Tensor:
-        """Returns what an owner sends after the optimizer's step; by default its parameters, `ahead` updates further.
+        """Returns what an owner sends after the optimizer's step; by default its parameters, extrapolated by `ahead`
+        updates.
 
-        Not called where `ahead` is 0 and this function is the default: then `now` is sent. May write into `before`.
+        Not called if `ahead` is 0 and this function is the default: then `now` is sent. May write into `before`.
 
         Args:
             before: The owner's parameters before the step.
@@ -291,14 +292,14 @@ def takes(function: Callable[..., torch.Tensor], name: str) -> bool:
 
 
 def applied(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-    """Calls a policy's function, and checks that it returns values of the shape that it was given.
+    """Calls a policy's function and checks the shape of its result.
 
     Args:
         function: A method of a policy.
-        arguments: What it gets; the first tensor among them says the shape.
+        arguments: Its arguments; the first tensor among them determines the shape.
 
     Raises:
-        TypeError: It returned something else; the message names the policy and the function.
+        TypeError: The result has another type or shape; the message names the policy and the function.
     """
     result: Any = function(*arguments)
     like = next(each for each in arguments if isinstance(each, torch.Tensor))

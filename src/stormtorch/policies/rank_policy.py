@@ -1,4 +1,4 @@
-"""The interface of policies under which every rank trains a model of its own, and exchanges it now and then."""
+"""The interface of policies of the local-SGD kind: every rank trains its own model, and ranks exchange at intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stormtorch.policies.policy import Numbers, Policy, overrides
 class RankPolicy(Policy):
     """Base of policies under which every rank runs the user's optimizer on a model of its own.
 
-    The ranks exchange what `sends` says: "parameters" after every `every`-th step, or "gradients" before each step.
+    Ranks exchange "parameters" every `every` steps, or "gradients" before each step, as `sends` says.
     """
 
     is_base: ClassVar[bool] = True
@@ -30,33 +30,33 @@ class RankPolicy(Policy):
     sends: ClassVar[Literal["gradients", "parameters"]] = "parameters"
     """What the ranks exchange; a subclass chooses it."""
     known: ClassVar[tuple[str, str] | None] = None
-    """For policies whose ranks send differences to what owners know of them: the name under which a rank remembers
-    that, and the one under which owners remember its mean over all members, which is counted anew in every view."""
+    """For policies whose ranks send differences from a value that the owner knows: the name of that value in a rank's
+    memory, and the name of its mean over all members in the owner's memory, which is computed again in every view."""
     by_steps: ClassVar[bool] = True
-    """Whether a rank counts in a mean by the optimizer steps that it has made; a subclass chooses it."""
+    """Whether a rank's weight in a mean is its number of optimizer steps; a subclass chooses it."""
 
     every: int = 1
     """Optimizer steps between two exchanges of parameters."""
     fragments: int = 1
-    """Parts of the model that are exchanged in turn, each after every `every`-th step: less at a time, more often."""
+    """Number of parts of the model that are exchanged in turn, each every `every` steps."""
     delay: int = 0
-    """Optimizer steps between the beginning of an exchange and the use of its result, so that it travels meanwhile."""
+    """Optimizer steps between the start of an exchange and the use of its result, so that it overlaps with compute."""
     together_until: int = 0
-    """Steps at the beginning after each of which all models are exchanged, as post-local SGD does."""
+    """Number of initial steps with an exchange after each of them, as in post-local SGD."""
     pace: Literal["together", "fastest"] = "together"
-    """When an exchange begins: "together" waits until every rank has made `every` steps. With "fastest", the first rank
-    that has made them begins it, and the others join it after the step that they are in: slower ranks make fewer
-    steps, and count for less."""
+    """When an exchange begins. "together" waits until every rank has made `every` steps. With "fastest", the first rank
+    to have made them begins it, and the others join after their current step: slower ranks make fewer steps and have
+    less weight."""
     at_least: int = 1
-    """Steps that a rank must have made to take part in an exchange. One that has made fewer sits it out, and goes on
-    with its own model. This matters only where ranks have different speeds."""
+    """Steps that a rank must have made to take part in an exchange; with fewer, it skips the exchange and keeps its own
+    model. Matters only if ranks have different speeds."""
     settings: Literal["same", "rank 0", "any"] = "any"
-    """What happens where the optimizer's settings differ between ranks; by default each rank uses its own."""
+    """What to do if the optimizer's settings differ between ranks; by default each rank uses its own."""
     seed: int = 0
     """Seed of the generator that `order` and `partners` draw from; the same on all ranks."""
     standby: int = 1
-    """Ranks that follow the owner of each shard where owners remember something, so that it is not lost if one dies: 1,
-    or 0 for none. It takes three ranks or more."""
+    """Hot standbys of each owner's memory, so that it survives the death of the owner: 1, or 0 for none. Needs three
+    ranks or more."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,10 +68,10 @@ class RankPolicy(Policy):
         check(self.at_least >= 0, "at_least", "not be negative", self.at_least)
         check(self.standby in (0, 1), "standby", "be 0 or 1", self.standby)
         if self.sends == "gradients":
-            check(self.every == 1, "every", "be 1 where gradients are exchanged", self.every)
-            check(self.fragments == 1, "fragments", "be 1 where gradients are exchanged", self.fragments)
-            check(self.delay == 0, "delay", "be 0 where gradients are exchanged", self.delay)
-            check(self.pace == "together", "pace", 'be "together" where gradients are exchanged', self.pace)
+            check(self.every == 1, "every", "be 1 if gradients are exchanged", self.every)
+            check(self.fragments == 1, "fragments", "be 1 if gradients are exchanged", self.fragments)
+            check(self.delay == 0, "delay", "be 0 if gradients are exchanged", self.delay)
+            check(self.pace == "together", "pace", 'be "together" if gradients are exchanged', self.pace)
         check(self.fragments <= self.every, "fragments", f"be at most `every`, {self.every}", self.fragments)
         least = self.every // self.fragments
         check(self.delay < least, "delay", f"be less than the {least} steps between two exchanges", self.delay)
@@ -82,40 +82,42 @@ class RankPolicy(Policy):
         name = type(self).__name__
         if overrides(self, "update") and overrides(self, "order"):
             raise TypeError(
-                f"{name} overrides both update and order: what an owner remembers stays with its shard, and the order "
-                "gives that shard to another rank; derive it from RankPolicy and keep the default order"
+                f"{name} overrides both update and order: the memory of an owner stays with its shard, but order moves "
+                "the shard to another rank; derive it from RankPolicy and keep the default order"
             )
         if self.exchanges_in_pairs and (overrides(self, "update") or overrides(self, "combine")):
-            raise TypeError(f"{name} overrides partners, so that there are no owners to call update or combine")
+            raise TypeError(
+                f"{name} overrides partners, and then there are no owners that would call update or combine"
+            )
         if self.exchanges_in_pairs:
             check(not self.reports, "sent", "not be overridden beside partners", name)
-            check(self.pace == "together", "pace", 'be "together" where ranks meet in pairs', self.pace)
+            check(self.pace == "together", "pace", 'be "together" if ranks exchange in pairs', self.pace)
 
     def begins_at(self, number: int) -> int:
-        """Returns after how many optimizer steps an exchange begins, by its number from 0 on."""
+        """Returns the optimizer step after which an exchange begins, by its number from 0."""
         later = number + 1 - self.together_until
         return number + 1 if later <= 0 else self.together_until - (-later * self.every // self.fragments)
 
     @property
     def exchanges_in_pairs(self) -> bool:
-        """Whether ranks meet in pairs, so that there are no owners."""
+        """Whether ranks exchange in pairs, without owners."""
         return overrides(self, "partners")
 
     @property
     def owners_remember(self) -> bool:
-        """Whether owners keep something from one exchange to the next."""
+        """Whether owners keep state from one exchange to the next."""
         return overrides(self, "update") or overrides(self, "begin_owner")
 
     @property
     def reports(self) -> bool:
-        """Whether ranks are told what has arrived of what they sent."""
+        """Whether owners report to ranks which of their chunks arrived."""
         return overrides(self, "sent")
 
     @property
     def codes(self) -> tuple[Sparse, Sparse] | None:
-        """Sparse codes in which values go up and results come down; None sends all of them, as `wire` says.
+        """Sparse codes of the values up and of the results down; None sends all elements in the format of `wire`.
 
-        With codes, elements of `update`'s result that are NaN do not travel, and come as NaN.
+        With codes, NaN elements of `update`'s result are not sent, and ranks receive NaN for them.
         """
         return None
 
@@ -129,10 +131,9 @@ class RankPolicy(Policy):
         return list(range(ranks))
 
     def partners(self, ranks: int, random: torch.Generator) -> list[int]:
-        """Returns the rank that each rank meets in the next exchange, or itself if it meets nobody; by default nobody.
+        """Returns each rank's partner in the next exchange, or the rank itself for none; by default none.
 
-        A policy that overrides this has no owners: a rank gets what its partner has sent as `received`, and `accept` makes
-        of it what it likes.
+        A policy that overrides this has no owners: `accept` gets what the partner sent as `received`.
 
         Args:
             ranks: Number of ranks.
@@ -141,56 +142,55 @@ class RankPolicy(Policy):
         return list(range(ranks))
 
     def meet(self, rank: Memory) -> bytes:
-        """Returns what a rank tells all members when a view begins, such as a public key; by default nothing.
+        """Returns what a rank announces to all members when a view begins, such as a public key; by default nothing.
 
         Args:
-            rank: Says which rank this is; it holds nothing.
+            rank: Empty memory whose attributes identify this rank.
         """
         return b""
 
     def met(self, rank: Memory, everyone: list[bytes]) -> None:
-        """Learns what all members have told by `meet`, in the order of their places; by default it does nothing.
+        """Receives what all members announced by `meet`, in the order of the members; by default does nothing.
 
         Args:
-            rank: Says which rank this is; it holds nothing.
-            everyone: What each member has told. These are bytes from the network: check them.
+            rank: Empty memory whose attributes identify this rank.
+            everyone: Announcement of each member. These are bytes from the network: check them.
         """
 
     def begin_owner(self, owner: Memory, values: torch.Tensor) -> None:
-        """Begins the memory of an owner; by default it is empty.
+        """Initialises the memory of an owner; by default it is empty.
 
         Args:
             owner: Memory of the owner for these chunks.
-            values: Parameters with which the training begins. If the memory was lost with the ranks that had it, those
-                of another rank.
+            values: Initial parameters of the training; those of another rank if the memory was lost with its ranks.
         """
 
     def begin_rank(self, rank: Memory, values: torch.Tensor) -> None:
-        """Begins the memory of a rank, when it begins or returns; by default it is empty.
+        """Initialises the memory of a rank when it starts or rejoins; by default it is empty.
 
         Args:
             rank: Memory of the rank for these chunks.
-            values: Parameters with which it begins.
+            values: Parameters with which it starts.
         """
 
     def send(self, own: torch.Tensor, loss: Numbers, rank: Memory = NO_MEMORY) -> torch.Tensor:
         """Returns what a rank sends to the owner of some chunks, or to its partner; by default its own values.
 
-        A policy may leave out `rank` if it does not need it.
+        A policy may omit the parameter `rank`.
 
         Args:
             own: The rank's gradients or parameters of these chunks.
-            loss: Measured fraction of this rank's chunks that the owner lost lately; 0 for what the rank itself owns.
+            loss: Recent measured loss from this rank to the owner; 0 for what the rank itself owns.
             rank: Memory of the rank for these chunks.
         """
         return own
 
     def sent(self, rank: Memory, sent: torch.Tensor, arrived: torch.Tensor) -> None:
-        """Learns what has arrived of what a rank sent, as owners report exactly; by default it does nothing.
+        """Receives the owners' exact report of which sent chunks arrived; by default does nothing.
 
         Args:
             rank: Memory of the rank for these chunks.
-            sent: What was sent, as it is after the rounding of the wire.
+            sent: What was sent, rounded to the wire format.
             arrived: Whether each chunk has arrived.
         """
 
@@ -207,13 +207,13 @@ class RankPolicy(Policy):
     def accept(
         self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor, rank: Memory = NO_MEMORY
     ) -> torch.Tensor:
-        """Returns what a rank continues with; by default what came, and its own where that was lost.
+        """Returns what a rank continues with; by default what arrived, and its own values where that was lost.
 
-        A policy may leave out `rank` if it does not need it.
+        A policy may omit the parameter `rank`.
 
         Args:
             own: The rank's own gradients or parameters; with a `delay`, as they are at its end.
-            received: What the owners sent. Where it did not arrive, its values mean nothing and may be NaN: choose by
+            received: What the owners sent. Values that did not arrive are undefined and may be NaN: select by
                 `torch.where`, never multiply by zero.
             arrived: Whether each chunk arrived.
             rank: Memory of the rank for these chunks.
@@ -222,12 +222,12 @@ class RankPolicy(Policy):
 
 
 def remembers(policy: RankPolicy) -> bool:
-    """Whether ranks under a policy keep something from one exchange to the next."""
+    """Whether ranks under a policy keep state from one exchange to the next."""
     return overrides(policy, "begin_rank") or any(takes_rank(getattr(policy, name)) for name in ("send", "accept"))
 
 
 def with_rank(function: Callable[..., torch.Tensor], rank: Memory) -> Callable[..., torch.Tensor]:
-    """Gives `send` or `accept` of a policy the memory of a rank, if that function takes it."""
+    """Binds the memory of a rank to `send` or `accept` of a policy, if that function takes it."""
 
     def call(*arguments: Any) -> torch.Tensor:
         return function(*arguments, rank)

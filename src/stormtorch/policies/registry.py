@@ -1,4 +1,4 @@
-"""Policies by name: classes that set `name` in the files of a package. A new file is mentioned nowhere else."""
+"""Registry of policies by name: all classes that set `name` in the files of a package."""
 
 import functools
 import importlib

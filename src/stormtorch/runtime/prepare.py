@@ -1,4 +1,4 @@
-"""`prepare`, `exact` and `no_sync`: all that a training script has to call."""
+"""Public entry points of a training script: `prepare`, `exact` and `no_sync`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from stormtorch.udp.leaving import add_leave_handler, install_sigterm, say_goodb
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
-# Number of sessions that a transport has had: their channels must differ, in the same way on every rank.
+# Number of sessions that a transport has had. It makes channel names unique, and the same on every rank.
 _prepared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -43,26 +43,27 @@ def prepare(
     personal: Sequence[nn.Module | nn.Parameter] = (),
     group: Any = None,
 ) -> tuple[M, O]:
-    """Makes a model and its optimizer train together with those of other ranks, over a network that may drop packets.
+    """Prepares a model and its optimizer for distributed training over a network that may drop packets.
 
     The loop stays as it is: forward, `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. Both objects stay
-    the same ones. All ranks call it with the same model, optimizer and policy, and begin with rank 0's parameters. The
+    the same. All ranks call it with the same model, optimizer and policy, and begin with rank 0's parameters. The
     optimizer gets an attribute `ledger` that records what happened at every step.
 
-    `model.state_dict()` and `optimizer.state_dict()` then gather what the ranks own. All ranks call them, or one
-    between its step and its next backward: the others take part while they wait for it.
+    `model.state_dict()` and `optimizer.state_dict()` then gather the shards of all ranks. All ranks call them, or one
+    rank does between its step and its next backward: the other ranks serve the call while they wait for that rank.
 
-    A model with several optimizers, such as Muon for its matrices and AdamW for the rest, is prepared with one after
-    the other, on all ranks in the same order.
+    A model with several optimizers, such as Muon for its matrices and AdamW for the rest, is prepared once with each of
+    them, in the same order on all ranks.
 
     Args:
         model: Any module whose parameters are float32, bfloat16 or float16, on the CPU or on CUDA.
         optimizer: Any optimizer of torch's or yours. Under `BoundedDrift` it works on this rank's shard, and its state
-            exists once in the world.
+            exists once in the job.
         policy: How ranks train together; None is `BoundedDrift()`.
-        personal: Modules and parameters of the model that each rank keeps to itself, such as a head: all ranks name the
-            same ones. They never travel, not even at the beginning; the optimizer moves each rank's by that rank's own
-            gradients, and state dicts hold the rank's own. Buffers in these modules are not averaged either.
+        personal: Modules and parameters of the model that each rank keeps to itself, such as a head. All ranks name the
+            same ones. They are never sent, not even at the beginning. Each rank's optimizer updates them with that
+            rank's own gradients, and state dicts hold the rank's own values. Buffers in these modules are not averaged
+            either.
         group: A group of the backend storm, or a `stormtorch.collectives.Group`; None is torch.distributed's default
             group.
 
@@ -117,19 +118,20 @@ def _session(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, n
 
 
 def exact(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Returns a context within which a prepared model has the parameters that count: use it to evaluate.
+    """Returns a context in which a prepared model has its exact common parameters: use it to evaluate.
 
-    All ranks enter it, or one between its step and its next backward: the others take part while they wait for it.
+    All ranks enter it, or one rank does between its step and its next backward: the other ranks serve it while they
+    wait for that rank.
 
-    Under `BoundedDrift` these are the owners' parameters, and copies that were stale stay up to date afterwards. Under
-    `ModelAveraging` it is the mean of all ranks' models, and each rank has its own again afterwards. Under
-    `GradientAveraging` there is no common value: every rank keeps its own. Personal parts stay as they are.
+    Under `BoundedDrift` these are the owners' parameters; stale copies stay up to date afterwards. Under
+    `ModelAveraging` they are the mean of all ranks' models; each rank gets its own back afterwards. Under
+    `GradientAveraging` there is no common value: every rank keeps its own. Personal parts do not change.
     """
     return combined([each.exact() for each in _sessions_of(model)])
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Returns a context within which backward only adds gradients up; the first backward after it exchanges the sum.
+    """Returns a context in which backward only accumulates gradients; the first backward after it exchanges the sum.
 
     `model.no_sync()` does the same.
     """
@@ -154,6 +156,6 @@ def _group(group: Any) -> Group:
     if not isinstance(given, StormProcessGroup):
         name = dist.get_backend(given) if isinstance(given, dist.ProcessGroup) else type(given).__name__
         raise TypeError(
-            f'prepare needs a group of the backend "storm", got {name}: call dist.init_process_group("storm")'
+            f'prepare() needs a group of the backend "storm", got {name}: call dist.init_process_group("storm")'
         )
     return given.group

@@ -1,4 +1,4 @@
-"""Between a GPU and the network: copies to pinned memory, the order in which collectives start, waiting threads.
+"""Staging between GPU and network: copies to pinned memory, the launch queue of collectives, background threads.
 
-Used by the backend and the runtime. Begin with `order.py`.
+Used by the backend and the runtime. Begin with `launch_queue.py`.
 """

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Copies between a GPU and pinned memory, on separate streams, so that the caller's stream keeps computing."""
+"""Copies between a GPU and pinned memory on separate streams, so that the caller's stream keeps computing."""
 
 import threading
 
@@ -7,7 +7,7 @@ import torch
 
 
 class CopyStreams:
-    """Two copy streams of one GPU: results coming back must not queue behind inputs that are still being computed."""
+    """Two copy streams of one GPU: results must not queue behind inputs that are still being computed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -80,5 +80,5 @@ class DeviceCopies:
             torch.cuda.current_stream(self.device).wait_event(self._returned)
 
     def stream(self) -> "torch.cuda.StreamContext":
-        """Selects the stream that brings results: whoever reads a future completed on it waits for those copies."""
+        """Selects the stream of the results: readers of a future that was completed on it wait for those copies."""
         return torch.cuda.stream(self._copy_streams.to_device)

@@ -1,4 +1,4 @@
-"""Queue that starts collectives in the order of the calls, even if the data of one has yet to leave a GPU."""
+"""Launch queue: starts collectives in the order of the calls, even if the data of one is still on its GPU."""
 
 import contextlib
 import threading
@@ -13,7 +13,7 @@ from stormtorch.staging.threads import run_soon
 
 
 class StartedWork(Protocol):
-    """Operation under way, such as a `stormtorch.collectives.Pending`."""
+    """Started operation, such as a `stormtorch.collectives.Pending`."""
 
     @property
     def exchanges(self) -> int:
@@ -22,11 +22,11 @@ class StartedWork(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the collective is already known to have ended, without asking the transport."""
+        """Whether the collective is already known to have ended, without polling the transport."""
         ...
 
     def done(self) -> bool:
-        """Asks whether it has ended, so that `wait` would not block."""
+        """Whether it has ended, so that `wait` would not block."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> object:
@@ -55,7 +55,7 @@ class LaunchQueue:
         self._draining = False
 
     def begin(self, begin: Begin, events: Sequence[Event]) -> "Future[Sequence[StartedWork]] | Sequence[StartedWork]":
-        """Calls `begin` after all earlier calls and after the moments. Returns without waiting for either."""
+        """Calls `begin` after all earlier calls and after the events. Returns without waiting for either."""
         with self._lock:
             if not events and not self._draining:
                 return begin()
@@ -85,7 +85,7 @@ class LaunchQueue:
             self._lock.wait_for(lambda: not self._draining)
 
     def abort(self, error: Exception) -> None:
-        """Drops every collective that has not started; whoever waits for one gets the error."""
+        """Drops every collective that has not started; threads that wait for one get the error."""
         with self._lock:
             waiting = [future for future, _ in self._queue] + ([self._beginning] if self._beginning else [])
             self._queue.clear()
@@ -98,7 +98,7 @@ class LaunchQueue:
         started: Sequence[StartedWork] = (),
         error: BaseException | None = None,
     ) -> None:
-        with contextlib.suppress(InvalidStateError):  # `abort` has settled it already
+        with contextlib.suppress(InvalidStateError):  # `abort` has completed it already
             if error is None:
                 future.set_result(started)
             else:

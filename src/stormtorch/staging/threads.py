@@ -6,13 +6,13 @@ import queue
 import threading
 from collections.abc import Callable
 
-# How long the process waits for tasks when it exits. A task that has its result needs only a moment; one that waits for
-# a rank that does not answer is not worth waiting for.
+# How long the process waits for tasks at exit: long enough for a task that has its result, and short enough for one
+# that waits for a silent rank.
 _EXIT_WAIT_S = 1.0
 
 
 class _Pool:
-    """Pool that grows to one thread per running task, because a task may wait for a later one."""
+    """Thread pool that grows to one thread per running task, because a task may wait for a later one."""
 
     def __init__(self) -> None:
         self.reset()

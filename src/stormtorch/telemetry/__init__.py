@@ -1,4 +1,4 @@
-"""Records of steps: their schema, files, metrics and statistics. Ranks write them; watch, ledger and postmortem read.
+"""Step records: schema, files, metrics and statistics. Ranks write them; watch, ledger and postmortem read them.
 
-Nothing here knows a training or a network. Begin with `records.py`.
+Independent of trainings and networks. Begin with `records.py`.
 """

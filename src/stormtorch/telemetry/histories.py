@@ -1,4 +1,4 @@
-"""What a training's files say: ledgers as `ledger.follow` wrote them, and records of `STORM_RECORD`, in one form."""
+"""History of each rank, read from ledgers (`ledger.follow`) or step records (`STORM_RECORD`) into one form."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ COLUMNS = (
     "guarded",
     "train_loss",
 )
-"""Numbers of an entry, as a table of all entries has them."""
-# A link from which less than this fraction is missing is as good as any.
+"""Columns of a table of all entries."""
+# A link on which at least this fraction arrived is not worth naming.
 _FINE = 0.999
 
 
 @dataclass(slots=True)
 class RankHistory:
-    """What one rank wrote."""
+    """History of one rank."""
 
     name: str
     """"rank 3", or the name of a ledger's file, which does not know its rank."""
     rank: int | None
     entries: list[Record] = field(default_factory=list)
-    """Records of the kind "steps"; a row of a ledger is one of a single step, or of several where models are averaged,
-    that knows no wall time."""
+    """Records of kind "steps". A row of a ledger becomes one of a single step (of several under model averaging),
+    without wall time."""
     events: list[str] = field(default_factory=list)
     links: dict[str, Record] = field(default_factory=dict)
-    """The latest look at each link; none in a ledger."""
+    """Latest measurements of each link; empty for a ledger."""
     ended: str = ""
-    """How the process ended; empty if that is not known."""
+    """How the process ended; empty if unknown."""
 
     def total(self, name: str) -> float:
         """Sum of a number over all entries that have it."""
@@ -91,26 +91,26 @@ class RankHistory:
         }
 
     def latest(self, name: str) -> float | None:
-        """The last value of a number that is not always there."""
+        """The last value of an optional number."""
         return next((each[name] for each in reversed(self.entries) if each.get(name) is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkHistory:
-    """One direction between two ranks, as its receiver saw it."""
+    """One direction between two ranks, as its receiver measured it."""
 
     source: str
     target: str
     arrived: float
     loss: float | None
-    """Loss of datagrams, lately; None in a ledger."""
+    """Recent loss of datagrams; None in a ledger."""
     rtt_s: float | None
 
 
 def read_histories(paths: Sequence[Path]) -> list[RankHistory]:
-    """Reads ledgers, files of records and folders of runs.
+    """Reads ledgers, record files and folders of runs.
 
-    A rank whose place several processes took has one account. Lines that cannot be read are skipped.
+    Several processes of one rank have one history. Malformed lines are skipped.
 
     Raises:
         ValueError: A file is missing, or holds neither rows nor records; the message names it.
@@ -170,7 +170,7 @@ def _of_ledger(path: Path) -> RankHistory:
             events = json.loads(line).get("events", [])
             history.events += [each[:300] for each in events if isinstance(each, str)]
     if not history.entries:
-        raise ValueError(f"{path} holds neither rows of a ledger nor records")
+        raise ValueError(f"{path} contains neither ledger rows nor step records")
     return history
 
 
@@ -186,7 +186,7 @@ def _row(line: bytes) -> Record | None:
 
 
 def all_links(histories: Sequence[RankHistory]) -> list[LinkHistory]:
-    """Returns all links that the accounts know, those that lost most first."""
+    """Returns all links of the histories, those that lost most first."""
     found = []
     for history in histories:
         for peer, arrived in history.arrived_from().items():
@@ -196,7 +196,7 @@ def all_links(histories: Sequence[RankHistory]) -> list[LinkHistory]:
 
 
 def one_sentence(histories: Sequence[RankHistory]) -> str:
-    """Says in one sentence what arrived, what waiting cost, and which link is the worst."""
+    """Summarises in one sentence what arrived, what waiting cost, and which link is the worst."""
     steps = max(history.steps for history in histories)
     who = histories[0].name if len(histories) == 1 else f"{len(histories)} ranks"
     waited = time_text(mean([history.waited_s / max(history.steps, 1) for history in histories]))
@@ -211,7 +211,9 @@ def one_sentence(histories: Sequence[RankHistory]) -> str:
     links = all_links(histories)
     if links and links[0].arrived < _FINE:
         worst = links[0]
-        words.append(f"the worst link is from {worst.source} to {worst.target}, with {share_text(worst.arrived)}")
+        words.append(
+            f"the worst link is from {worst.source} to {worst.target}, where {share_text(worst.arrived)} arrived"
+        )
     elif links:
         words.append("no link lost more than one chunk in a thousand")
     failed = [each for each in histories if each.ended not in ("", "done", "left")]
@@ -221,7 +223,7 @@ def one_sentence(histories: Sequence[RankHistory]) -> str:
 
 
 def summary(history: RankHistory) -> dict[str, Any]:
-    """Returns an account in a few numbers, ready for JSON."""
+    """Returns the main numbers of a history, ready for JSON."""
     return {
         "name": history.name,
         "rank": history.rank,

@@ -1,4 +1,4 @@
-"""Reports as JSON files."""
+"""Writing of reports as JSON files."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Writes readable JSON, each list of numbers on one line; makes missing folders."""
+    """Writes indented JSON, with each list of numbers on one line; creates missing folders."""
     text = json.dumps(data, indent=1, ensure_ascii=False)
     text = re.sub(r"\[\n[-+.\de,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -16,7 +16,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def without_nan(data: Any) -> Any:
-    """Replaces inf and NaN by None, at any depth: JSON has no such numbers, and diverged trainings leave some."""
+    """Replaces inf and NaN by None, at any depth: JSON has no such numbers, and diverged trainings produce them."""
     if isinstance(data, dict):
         return {key: without_nan(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

@@ -1,4 +1,4 @@
-"""The record of a training, step by step: what arrived from whom, how old copies are, how far apart replicas are."""
+"""Ledger: the record of a training step by step, with arrivals per link, staleness of copies and replica drift."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from stormtorch.telemetry.text import size_text
 _log = logging.getLogger("stormtorch")
 _MOST_ROWS = 10_000
 _SHOWN_EVENTS = 10
-# Of fewer chunks, chance decides how far replicas are apart. Neighbouring steps have copies in common: so many parts of
-# a job are compared with each other.
+# With fewer chunks, drift is mostly chance. Neighbouring steps share copies, so the error is estimated from this many
+# parts of a job.
 _MANY_CHUNKS, _PARTS = 32, 10
-# A row with more links than this packs them: a dictionary of a thousand takes 60 KB.
+# A row with more links than this stores them packed: a dictionary of a thousand takes 60 KB.
 _MOST_LOOSE = 64
 
 
 class PackedLinks(Mapping[int, float]):
-    """A mapping of many links that takes eight bytes for each. `ranks` must ascend; rows share them, uncopied."""
+    """A compact mapping of many links, eight bytes each. `ranks` must be sorted; rows share it without a copy."""
 
     def __init__(self, ranks: Sequence[int], fractions: Sequence[float]) -> None:
         self._ranks, self._fractions = ranks, array("d", fractions)
@@ -55,7 +55,7 @@ class PackedLinks(Mapping[int, float]):
 
 
 def pack_links(ranks: Sequence[int], fractions: Sequence[float]) -> Mapping[int, float]:
-    """Returns the links of a row: a dictionary, or a mapping that takes less memory where there are many."""
+    """Returns the links of a row: a dictionary, or a compact mapping if there are many."""
     if len(ranks) > _MOST_LOOSE:
         return PackedLinks(ranks, fractions)
     return dict(zip(ranks, fractions, strict=True))
@@ -68,16 +68,15 @@ class LedgerRow:
     step: int
     """Number of the step, from 0. Under `ModelAveraging`, only steps after which models are averaged have a row."""
     gradients: Mapping[int, float] = field(default_factory=dict)
-    """Fraction of each peer's gradients that arrived at this rank. Where exchanges go by machines, peers are those that
-    have this rank's place on other machines: each sends the mean of its machine, and inside a machine nothing is lost.
-    """
+    """Fraction of each peer's gradients that arrived at this rank. In a hierarchy of machines, peers are the ranks with
+    this rank's position on other machines: each sends the mean of its machine; nothing is lost inside a machine."""
     broadcast: Mapping[int, float] = field(default_factory=dict)
-    """Fraction of each owner's parameters that arrived at this rank. Where exchanges go by machines, it has the owners
-    with this rank's place on other machines; copies of the others come by ranks of this machine, and `lag` has all."""
+    """Fraction of each owner's parameters that arrived at this rank. In a hierarchy of machines, it has the owners with
+    this rank's position on other machines; ranks of this machine pass on the others, and `lag` counts all."""
     lag: dict[int, int] = field(default_factory=dict)
     """Number of chunks of others' parameters by their age in steps."""
     lead: float = 0.0
-    """Updates by which this rank's broadcast was ahead."""
+    """Updates by which this rank's broadcast led."""
     loss: float = 0.0
     """Fraction of this rank's broadcast that its receivers lost, smoothed."""
     pair_drift: float | None = None
@@ -99,33 +98,33 @@ class LedgerRow:
     bytes_sent: int = 0
     """Bytes of all datagrams that this rank's transport has sent since the previous row, whatever they were for."""
     parity_bytes: int = 0
-    """Bytes of these that were parity, from which receivers decode what was lost."""
+    """Bytes of these that were parity, from which receivers decode lost chunks."""
     blocks_saved: int = 0
-    """Blocks of chunks sent since the previous row whose losses parity made up for."""
+    """Blocks sent since the previous row whose losses parity recovered."""
     blocks_topped_up: int = 0
-    """Blocks of chunks of which more was lost than parity could make up for, so that chunks were sent again."""
+    """Blocks that lost more than parity could recover, so that chunks were retransmitted."""
     recovered: int = 0
-    """Chunks that did not reach this rank, and that it decoded from parity."""
+    """Lost chunks that this rank decoded from parity."""
     gradient_wait_s: float = 0.0
-    """Seconds in which the rank had nothing to do but wait for gradients."""
+    """Seconds that the rank spent only waiting for gradients."""
     broadcast_wait_s: float = 0.0
-    """Seconds in which the rank had nothing to do but wait for parameters."""
+    """Seconds that the rank spent only waiting for parameters."""
     view_wait_s: float = 0.0
-    """Seconds in which a view began, as ranks had come or gone: waiting for its members, and moving shards."""
+    """Seconds spent on a change of the view: waiting for its members, and moving shards."""
     fetched: int = 0
-    """Chunks that would have become too old and that this rank fetched exactly, also for others of its machine."""
+    """Chunks that would have exceeded `max_lag` and were fetched exactly, also for other ranks of this machine."""
     guarded: bool = False
-    """Whether the broadcast was exact because the guard demanded it."""
+    """Whether the convergence guard made the broadcast exact."""
     share: float | None = None
-    """Fraction of the parameters that this rank owned; None where ranks own nothing."""
+    """Fraction of the parameters that this rank owned; None if ranks own nothing."""
     late: dict[int, float] = field(default_factory=dict)
     """Ranks that were late, under a `deadline`: fraction of each one's buckets whose gradients are in the mean."""
     deadline_s: float | None = None
-    """Deadline for gradients in this step, in seconds from having parameters on, as this rank has learned it."""
+    """Deadline for gradients in this step, as this rank learned it: seconds from the arrival of its parameters."""
     missing: list[int] = field(default_factory=list)
-    """Ranks of the group that are not there."""
+    """Ranks of the group that are absent."""
     events: list[str] = field(default_factory=list)
-    """Other events of the step, in words."""
+    """Other events of the step, as text."""
 
     @property
     def arrived(self) -> float:
@@ -135,12 +134,12 @@ class LedgerRow:
 
 
 class Summary(dict[str, Any]):
-    """The job in a few numbers. Printing it tells the most important ones in five lines."""
+    """The main numbers of a job. Printing it shows the most important ones in five lines."""
 
     def __str__(self) -> str:
         waits = f"{self['gradient_wait_s']:.3g} s for gradients and {self['broadcast_wait_s']:.3g} s for parameters"
         guarded = f"; the guard made {self['guarded']} of them exact" if self["guarded"] else ""
-        oldest = f"; the oldest copy was of {self['most_lag']} steps before" if self["most_lag"] else ""
+        oldest = f"; the oldest copy was {self['most_lag']} steps old" if self["most_lag"] else ""
         parity = f", {size_text(self['parity_bytes'])} of it parity" if self["parity_bytes"] else ""
         events = self["events"]
         lines = [
@@ -155,7 +154,7 @@ class Summary(dict[str, Any]):
         return "\n".join([*lines, *(f"  {event}" for event in events[-_SHOWN_EVENTS:])])
 
     def _drift(self) -> str:
-        """Says how far replicas were apart, and what is expected, unless chance decides."""
+        """Describes the drift, with the expected one if enough chunks were sampled."""
         pair, bound, error = self["pair_drift"], self["pair_bound"], self["pair_error"]
         if not pair and not self["owner_drift"]:
             return "none"
@@ -181,12 +180,12 @@ class Ledger:
         self._complete: Callable[[], Callable[[], None] | None] = _nothing
 
     def attach_session(self, rank: int, complete: Callable[[], None]) -> None:
-        """Sets the rank that warnings name, and the method, held weakly, that completes the row of the last step."""
+        """Sets the rank for warnings, and the method (weakly referenced) that completes the row of the last step."""
         self._whose = f"rank {rank}: "
         self._complete = weakref.WeakMethod(complete)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy keeps: the rows, but neither the session nor the file and the writer that follow it."""
+        """Returns the state for a copy: the rows, without the session, files and writers that follow it."""
         return {**self.__dict__, "rows": self.rows.copy(), **self._alone()}
 
     @staticmethod
@@ -210,7 +209,7 @@ class Ledger:
         return self.rows[index]
 
     def add(self, row: LedgerRow) -> None:
-        """Takes a complete row, and passes it on to the file of `follow` and the writer of `to_tensorboard`."""
+        """Adds a complete row and passes it to all followers: file, TensorBoard, Weights & Biases, callbacks."""
         self.rows.append(row)
         self._steps += 1
         self._arrived += row.arrived
@@ -222,39 +221,39 @@ class Ledger:
             except OSError as error:
                 self._writer = None
                 _log.warning(
-                    "%scannot write rows to TensorBoard: %s. It gets none from step %d on; the ledger keeps them, and "
-                    "training goes on",
+                    "%scannot write rows to TensorBoard: %s. It gets no rows from step %d on; the ledger keeps them, "
+                    "and training continues",
                     *(self._whose, error, row.step),
                 )
 
         if self._wandb is not None:
             try:
                 self._wandb.log({"storm/step": row.step, **{f"storm/{name}": value for name, value in _scalars(row)}})
-            except Exception as error:  # of its own kinds, which only those know who have it installed
+            except Exception as error:  # wandb raises exception types of its own, and may not be installed
                 self._wandb = None
                 _log.warning(
-                    "%scannot log rows to Weights & Biases: %s. It gets none from step %d on; the ledger keeps them, "
-                    "and training goes on",
+                    "%scannot log rows to Weights & Biases: %s. It gets no rows from step %d on; the ledger keeps "
+                    "them, and training continues",
                     *(self._whose, error, row.step),
                 )
         for callback in self._on_row:
             callback(row)
 
     def on_row(self, callback: Callable[[LedgerRow], object]) -> None:
-        """Has a function called with every complete row from now on, in the thread that trains."""
+        """Registers a callback for every complete row from now on; it runs in the training thread."""
         self._on_row.append(callback)
 
     def _complete_last_row(self) -> None:
-        """Completes the row of the last step, by waiting for its parameters."""
+        """Waits for the parameters of the last step, which completes its row."""
         complete = self._complete()
         if complete is not None:
             with contextlib.suppress(Closed):  # the job is over, and the row will never be complete
                 complete()
 
     def summary(self) -> Summary:
-        """Returns the job in a few numbers: `steps` and `arrived` over all steps, the rest over the rows that are kept.
+        """Returns the main numbers of the job: `steps` and `arrived` over all steps, the rest over the rows kept.
 
-        This first waits for the parameters of the last step, to include it. Printing it gives a line for each number.
+        Waits for the parameters of the last step, to include it.
         """
         self._complete_last_row()
         rows = list(self.rows)
@@ -307,7 +306,7 @@ class Ledger:
     def follow(self, path: str | Path) -> None:
         """Appends every row from now on to a file, one line of JSON each.
 
-        Where a row cannot be written, as on a full disk, a warning says so and training goes on.
+        If a row cannot be written, as on a full disk, a warning is logged and training continues.
         """
         file = LedgerFile(path, self._whose, _MOST_ROWS)
         if self._file is not None:
@@ -321,7 +320,7 @@ class Ledger:
     def to_wandb(self, run: Any) -> None:
         """Logs every row from now on to a run of Weights & Biases, as `wandb.init()` returns it, under storm/.
 
-        The run's steps stay the program's: the charts of these numbers have `storm/step` as their axis.
+        These charts have `storm/step` as their axis; the step counter of the run stays the program's own.
         """
         run.define_metric("storm/step")
         run.define_metric("storm/*", step_metric="storm/step")
@@ -329,11 +328,11 @@ class Ledger:
 
 
 def _nothing() -> None:
-    """Completes no row. It is a function of the module, so that pickle can name it."""
+    """Completes no row. A module-level function, so that pickle can name it."""
 
 
 def _error(rows: Sequence[LedgerRow]) -> float | None:
-    """Returns the standard error of the mean of `pair_drift`, by parts of the job; None if it rests on few chunks."""
+    """Returns the standard error of the mean `pair_drift`, from parts of the job; None with too few chunks."""
     found = [row.pair_drift for row in rows if row.pair_drift is not None and sum(row.lag.values()) >= _MANY_CHUNKS]
     size = len(found) // _PARTS
     if size < _PARTS:
@@ -344,7 +343,7 @@ def _error(rows: Sequence[LedgerRow]) -> float | None:
 
 
 def _tables(links: list[Mapping[int, float]]) -> list[tuple[list[int], torch.Tensor]]:
-    """Packs each run of rows that have the same links into a table: their ranks, and a line for each row."""
+    """Packs consecutive rows with the same links into a table: the ranks, and a line per row."""
 
     def ranks_of(row: Mapping[int, float]) -> list[int]:
         return list(row)
@@ -376,7 +375,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _scalars(row: LedgerRow) -> Iterator[tuple[str, float]]:
-    """Names and values of all numbers of a row but the step."""
+    """Names and values of all numbers of a row except the step."""
     for name, value in dataclasses.asdict(row).items():
         if isinstance(value, bool | int | float) and name != "step":
             yield name, float(value)

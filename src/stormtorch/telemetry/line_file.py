@@ -1,4 +1,4 @@
-"""A file that gets whole lines, as long as the disk has room."""
+"""Appending to a line file without partial lines, even if the disk is full."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class LineFile:
-    """Appends whole lines. A line that cannot be written leaves no part behind.
+    """Appends whole lines. A failed write leaves no partial line behind.
 
     Args:
         path: The file to append to.
@@ -17,12 +17,12 @@ class LineFile:
         self._file = self.path.open("ab", buffering=0)
 
     def add(self, lines: bytes) -> OSError | None:
-        """Writes one or more lines, with their ends. Returns the error if that fails."""
+        """Writes one or more lines, which include their newlines. Returns the error if that fails."""
         end: int | None = None
         try:
             end = os.fstat(self._file.fileno()).st_size
             if self._file.write(lines) != len(lines):
-                raise OSError("there was room for only a part of the row")
+                raise OSError("the disk is full: only a part of the line was written")
         except OSError as error:
             if end is not None:
                 with contextlib.suppress(OSError):  # a device cannot be truncated

@@ -1,4 +1,4 @@
-"""Metrics of ranks, made of their records: names, units and meanings as Prometheus has them."""
+"""Metrics of ranks for Prometheus, from their records: names, units and help texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from stormtorch.telemetry.records import Record
 
 Samples = Iterable[tuple[dict[str, str], float]]
-"""Values of a metric, each with the labels beside `rank`."""
+"""Values of a metric, each with its labels other than `rank`."""
 
 _REJECTED = ("malformed", "foreign", "corrupt", "unexpected")
 _SUMS = (
@@ -25,7 +25,7 @@ _SUMS = (
 
 @dataclass(slots=True)
 class RankMetrics:
-    """What the records of one process say, for metrics: the latest of each kind, and sums over all."""
+    """Records of one process, reduced for metrics: the latest of each kind, and sums over all."""
 
     latest: dict[str, Record] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMS, 0.0))
@@ -33,7 +33,7 @@ class RankMetrics:
     time: float = 0.0
 
     def take(self, record: Record) -> None:
-        """Adds a record, of those that `records.parse` returns."""
+        """Adds a record as `records.parse` returns it."""
         kind = record["kind"]
         self.latest[kind] = record
         self.time = max(self.time, record["time"])
@@ -66,7 +66,7 @@ def _last(kind: str, name: str) -> Callable[[RankMetrics], Samples]:
 
 
 def _health(name: str) -> Callable[[RankMetrics], Samples]:
-    # Records leave out counters that are 0.
+    # Records omit counters that are 0.
     return lambda rank: _one(rank.latest["links"].get("health", {}).get(name, 0)) if "links" in rank.latest else ()
 
 
@@ -130,25 +130,30 @@ def _waiting(rank: RankMetrics) -> Samples:
 
 
 METRICS = (
-    Metric("stormtorch_info", "gauge", "1, with what a rank is as labels.", _info),
+    Metric("stormtorch_info", "gauge", "Always 1; the labels describe the rank.", _info),
     Metric(
-        "stormtorch_last_record_timestamp_seconds", "gauge", "When a rank last told anything.", lambda r: _one(r.time)
+        "stormtorch_last_record_timestamp_seconds", "gauge", "Time of the rank's last record.", lambda r: _one(r.time)
     ),
-    Metric("stormtorch_ended", "gauge", "1 if the process has said that it ends.", lambda r: _one("end" in r.latest)),
+    Metric(
+        "stormtorch_ended", "gauge", "1 if the process has written its end record.", lambda r: _one("end" in r.latest)
+    ),
     Metric("stormtorch_steps_total", "counter", "Optimizer steps that this process has completed.", _sum("steps")),
     Metric("stormtorch_step", "gauge", "Number of the last complete step, from 0.", _last("steps", "step")),
     Metric("stormtorch_step_seconds_total", "counter", "Wall time of these steps.", _sum("seconds")),
-    Metric("stormtorch_wait_seconds_total", "counter", "Time in which the rank only waited for others.", _waits),
-    Metric("stormtorch_waiting_seconds", "gauge", "How long the wait under way has lasted; 0 for none.", _waiting),
+    Metric("stormtorch_wait_seconds_total", "counter", "Time spent only waiting for other ranks.", _waits),
+    Metric("stormtorch_waiting_seconds", "gauge", "Duration of the current wait; 0 for none.", _waiting),
     Metric(
-        "stormtorch_train_loss", "gauge", "Loss of the training, as the program noted it.", _last("steps", "train_loss")
+        "stormtorch_train_loss",
+        "gauge",
+        "Training loss that the program reported by session.note().",
+        _last("steps", "train_loss"),
     ),
     Metric("stormtorch_arrived_ratio", "gauge", "Fraction of the chunks that arrived.", _last("steps", "arrived")),
     Metric("stormtorch_link_arrived_ratio", "gauge", "Fraction of a peer's chunks that arrived.", _arrived_by_link),
     Metric(
         "stormtorch_broadcast_loss_ratio",
         "gauge",
-        "Fraction of this rank's parameters that others lost.",
+        "Fraction of this rank's broadcast that its receivers lost.",
         _last("steps", "loss"),
     ),
     Metric("stormtorch_drift_mean_square", "gauge", "Mean squared difference between replicas.", _drift),
@@ -172,20 +177,23 @@ METRICS = (
     ),
     Metric("stormtorch_lag_steps", "gauge", "Age of the oldest copy of a parameter.", _lag),
     Metric(
-        "stormtorch_fetched_chunks_total", "counter", "Chunks fetched exactly, as they became too old.", _sum("fetched")
+        "stormtorch_fetched_chunks_total",
+        "counter",
+        "Chunks fetched exactly because their copy became too old.",
+        _sum("fetched"),
     ),
     Metric("stormtorch_guarded_steps_total", "counter", "Steps that the guard made exact.", _sum("guarded")),
     Metric("stormtorch_events_total", "counter", "Events in the ledger.", lambda r: _one(r.events)),
     Metric("stormtorch_view_number", "gauge", "Number of the view.", _last("view", "number")),
-    Metric("stormtorch_view_members", "gauge", "Ranks that train together.", _members),
-    Metric("stormtorch_quorum", "gauge", "1 if the rank hears a majority of the ranks.", _last("links", "quorum")),
+    Metric("stormtorch_view_members", "gauge", "Members of the view.", _members),
+    Metric("stormtorch_quorum", "gauge", "1 if the rank reaches a majority of the ranks.", _last("links", "quorum")),
     Metric(
         "stormtorch_link_loss_ratio",
         "gauge",
-        "Fraction of the datagrams from a peer that were lost lately.",
+        "Recent fraction of lost datagrams from a peer.",
         _link("loss"),
     ),
-    Metric("stormtorch_link_round_trip_seconds", "gauge", "Round trip to a peer and back.", _link("rtt_s")),
+    Metric("stormtorch_link_round_trip_seconds", "gauge", "Round-trip time to a peer.", _link("rtt_s")),
     Metric(
         "stormtorch_link_send_bytes_per_second",
         "gauge",
@@ -195,27 +203,33 @@ METRICS = (
     Metric(
         "stormtorch_link_path_bytes", "gauge", "Largest datagram that the path to a peer carries.", _link("path_bytes")
     ),
-    Metric("stormtorch_link_heard_seconds", "gauge", "Time since anything was heard of a peer.", _link("heard_s")),
+    Metric("stormtorch_link_heard_seconds", "gauge", "Time since the last datagram from a peer.", _link("heard_s")),
     Metric("stormtorch_sent_bytes_total", "counter", "Bytes of all datagrams sent.", _health("bytes_sent")),
     Metric("stormtorch_received_bytes_total", "counter", "Bytes of all datagrams received.", _health("bytes_received")),
     Metric("stormtorch_sent_datagrams_total", "counter", "Datagrams sent.", _health("datagrams_sent")),
     Metric("stormtorch_received_datagrams_total", "counter", "Datagrams received.", _health("datagrams_received")),
-    Metric("stormtorch_rejected_datagrams_total", "counter", "Datagrams that were dropped as garbage.", _rejected),
-    Metric("stormtorch_repaired_chunks_total", "counter", "Chunks sent again.", _health("repaired")),
+    Metric("stormtorch_rejected_datagrams_total", "counter", "Invalid datagrams that were dropped.", _rejected),
+    Metric("stormtorch_repaired_chunks_total", "counter", "Retransmitted chunks.", _health("repaired")),
     Metric("stormtorch_parity_bytes_total", "counter", "Bytes of parity sent.", _health("parity_bytes")),
     Metric("stormtorch_recovered_chunks_total", "counter", "Lost chunks decoded from parity.", _health("recovered")),
     Metric(
-        "stormtorch_late_chunks_total", "counter", "Chunks that came after their exchange had ended.", _health("late")
+        "stormtorch_late_chunks_total",
+        "counter",
+        "Chunks that arrived after the end of their exchange.",
+        _health("late"),
     ),
     Metric(
         "stormtorch_overflowed_datagrams_total",
         "counter",
-        "Datagrams for which the socket had no room.",
+        "Datagrams dropped because the socket's receive buffer was full.",
         _health("overflow"),
     ),
-    Metric("stormtorch_pool_bytes", "gauge", "Memory in use for chunks that came early.", _health("pool_bytes")),
+    Metric("stormtorch_pool_bytes", "gauge", "Memory in use for chunks that arrived early.", _health("pool_bytes")),
     Metric(
-        "stormtorch_pool_refused_total", "counter", "Chunks that came early and found no room.", _health("pool_refused")
+        "stormtorch_pool_refused_total",
+        "counter",
+        "Early chunks dropped because the pool was full.",
+        _health("pool_refused"),
     ),
     Metric("stormtorch_cpu_seconds_total", "counter", "Processor time of the process.", _last("links", "cpu_s")),
 )

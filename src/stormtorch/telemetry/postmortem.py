@@ -1,4 +1,4 @@
-"""What the flight records of several ranks say together: where ranks first did different things, and who is missing."""
+"""Analysis of flight records: the first collective in which ranks differ, and ranks without a record."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Operation:
     collective: int | None
     """Number of the collective in its group, from 1; None for sends and receives."""
     given: list[list[int]]
-    """Shapes of the tensors that were given, of a long list the first ones."""
+    """Shapes of the input tensors; of a long list, the first ones."""
     results: list[list[int]]
-    """Shapes of the tensors that hold the results."""
+    """Shapes of the output tensors."""
     dtype: str
     size_bytes: int
     started: float
@@ -38,21 +38,21 @@ class Operation:
 
     @property
     def shapes(self) -> str:
-        """Shapes of what was given, as people write them."""
+        """Shapes of the input tensors as text: "1000, 2x3"."""
         return ", ".join("x".join(map(str, shape)) or "scalar" for shape in self.given)
 
     @property
     def text(self) -> str:
-        """The operation in a few words: "all_reduce of 4 MB"."""
+        """Short description: "all_reduce of 4 MB"."""
         return f"{self.name} of {size_text(self.size_bytes)}" if self.size_bytes else self.name
 
     @property
     def state(self) -> str:
-        """State of the operation in words: failed, under way or done."""
+        """State of the operation: failed, under way or done."""
         return "failed" if self.error else "under way" if self.ended is None else "done"
 
     def agrees(self, other: Operation) -> bool:
-        """Whether both can be the same collective, seen from two ranks."""
+        """Whether both may be the same collective on two ranks."""
         if self.name != other.name:
             return False
         return self.name not in _SAME_SIZE or (self.size_bytes, self.dtype) == (other.size_bytes, other.dtype)
@@ -60,11 +60,11 @@ class Operation:
 
 @dataclass(slots=True)
 class FlightRecord:
-    """The record of one rank in one group."""
+    """Flight record of one rank in one group."""
 
     path: Path
     job: str
-    """The run that the process belonged to."""
+    """Id of the run."""
     group: str
     rank: int
     ranks: list[int]
@@ -82,24 +82,24 @@ class FlightRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupFailure:
-    """What the flight records tell about the failure of one process group."""
+    """Analysis of one failed process group."""
 
     group: str
     sentence: str
     flights: list[FlightRecord]
     silent: list[int]
-    """Ranks of which there is no record."""
+    """Ranks without a flight record."""
     number: int | None
-    """Number of the collective in which ranks differ, or of the last one where they do not."""
+    """Number of the collective in which ranks differ, or of the last one if they agree."""
     culprits: list[int]
-    """Ranks that did something else than most, or that are behind."""
+    """Ranks that differ from the majority, or are behind."""
 
 
 def read_flight_records(paths: Sequence[Path]) -> list[FlightRecord]:
-    """Reads flight records, and all those in folders.
+    """Reads flight records from files and folders.
 
     Raises:
-        ValueError: A file is missing or is no flight record; the message names it.
+        ValueError: A file is missing or is not a flight record; the message names it.
     """
     files: list[Path] = []
     for path in paths:
@@ -124,12 +124,12 @@ def _flight(path: Path) -> FlightRecord:
             raise ValueError("too long")
         parsed: Any = json.loads(text)
         ranks = [_whole(each) for each in parsed["ranks"]]
-        place, operations = _whole(parsed["rank"]), list(parsed["operations"])[-_MOST_OPERATIONS:]
+        position, operations = _whole(parsed["rank"]), list(parsed["operations"])[-_MOST_OPERATIONS:]
         flight = FlightRecord(
             path,
             _text(parsed.get("job", ""))[:80],
             _text(parsed["group"]),
-            ranks[place],
+            ranks[position],
             ranks,
             0.0,
             _text(parsed["error"]),
@@ -137,7 +137,7 @@ def _flight(path: Path) -> FlightRecord:
         found = [_operation(each) for each in operations]
         flight.time = _number(parsed.get("time", found[-1].started if found else 0.0))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, AttributeError) as error:
-        raise ValueError(f"{path} is no flight record of this version of stormtorch") from error
+        raise ValueError(f"{path} is not a flight record of this version of stormtorch") from error
     for operation in found:
         if operation.collective is None:
             flight.pairs.append(operation)
@@ -184,11 +184,11 @@ def _text(value: object) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in value[:2000])
 
 
-# --- findings --------------------------------------------------------------------------------------------------------
+# --- analysis --------------------------------------------------------------------------------------------------------
 
 
 def find(flights: Sequence[FlightRecord]) -> list[GroupFailure]:
-    """Returns a finding for each group, that of the group that failed first at first."""
+    """Analyses each group; the group that failed first comes first."""
     groups: dict[tuple[str, str], list[FlightRecord]] = {}
     for flight in flights:
         groups.setdefault((flight.job, flight.group), []).append(flight)
@@ -199,13 +199,13 @@ def find(flights: Sequence[FlightRecord]) -> list[GroupFailure]:
 def _of_group(group: str, flights: list[FlightRecord]) -> GroupFailure:
     everyone = sorted({rank for flight in flights for rank in flight.ranks})
     silent = [rank for rank in everyone if rank not in {flight.rank for flight in flights}]
-    # Records keep the latest operations: ranks can be compared from where all of them still have some.
+    # Records keep the latest operations: compare from the first collective that all of them still contain.
     firsts = [min(flight.collectives) for flight in flights if flight.collectives]
     for number in range(max(firsts, default=1), max((flight.last for flight in flights), default=0) + 1):
         did = {flight.rank: flight.collectives.get(number) for flight in flights}
         sentence, culprits = _difference(number, did, group)
         if culprits:
-            return GroupFailure(group, sentence + _missing(silent, " Besides, "), flights, silent, number, culprits)
+            return GroupFailure(group, sentence + _missing(silent, " In addition, "), flights, silent, number, culprits)
     number = max((flight.last for flight in flights), default=0)
     at = next((flight.collectives[number] for flight in flights if number in flight.collectives), None)
     where = "before any collective" if at is None else f"at collective {number}, {at.text}"
@@ -223,12 +223,12 @@ def _of_group(group: str, flights: list[FlightRecord]) -> GroupFailure:
 
 
 def _difference(number: int, did: dict[int, Operation | None], group: str) -> tuple[str, list[int]]:
-    """Says how ranks differ in one collective, and which do; nobody where they agree."""
+    """Returns how ranks differ in one collective, and which ranks do; none if they agree."""
     begun = {rank: operation for rank, operation in did.items() if operation is not None}
     if not begun:
         return "", []
     where = f"at collective {number} of group {group}"
-    # The largest set of ranks that agree is taken for right, that of the lowest rank if several are as large.
+    # The largest set of ranks that agree counts as right; with ties, the one of the lowest rank.
     sets: list[list[int]] = []
     for rank, operation in begun.items():
         same = next((each for each in sets if begun[each[0]].agrees(operation)), None)
@@ -243,7 +243,7 @@ def _difference(number: int, did: dict[int, Operation | None], group: str) -> tu
         what = (
             f"called {strange.name} where {_named(most)} called {usual.name}"
             if strange.name != usual.name
-            else f"gave {strange.name} {_given(strange)} where {_named(most)} gave {_given(usual)}"
+            else f"passed {_given(strange)} to {strange.name} where {_named(most)} passed {_given(usual)}"
         )
         same_strange = [rank for rank in others if begun[rank].agrees(strange)]
         return f"{_named(same_strange, capital=True)} {what}, {where}.", others
@@ -253,7 +253,7 @@ def _difference(number: int, did: dict[int, Operation | None], group: str) -> tu
         waited = f"{begun[most[0]].text}, in which {_named(most)} waited"
         return (
             f"{_named(behind, capital=True)} never began collective {number} of group {group}, {waited}: {them} taken "
-            "another branch, or failed before it."
+            "another branch of the program, or failed earlier."
         ), behind
     return "", []
 
@@ -269,7 +269,7 @@ def _missing(silent: list[int], before: str) -> str:
     return (
         f"{before}{_named(silent, capital=not before)} wrote no record: "
         f"{'it was' if one else 'they were'} killed, {'hangs' if one else 'hang'}, or "
-        f"{'its file is' if one else 'their files are'} not here."
+        f"{'its file is' if one else 'their files are'} missing here."
     )
 
 

@@ -1,9 +1,9 @@
-"""Progress of long work, for whoever shows it."""
+"""Callback for the progress of long operations."""
 
 from collections.abc import Callable
 
 Advance = Callable[[str, int], None]
-"""Function that is called with what is being done and how many steps of all are done."""
+"""Called with a description of the current step and the number of steps done."""
 
 
 def ignore_progress(_what: str, _done: int) -> None:

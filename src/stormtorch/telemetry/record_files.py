@@ -1,4 +1,4 @@
-"""Files of records: read as they are, or as they grow."""
+"""Reading of record files: at once, or continuously while they grow."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _log = logging.getLogger("stormtorch")
 
 
 class Tail:
-    """Reads a file that grows: each call returns the records that are new.
+    """Follows a growing file: each call returns the new records.
 
-    A file that has become shorter, or is another one, is read from its beginning.
+    A file that was truncated or replaced is read from its beginning.
 
     Args:
         path: The file; it need not exist yet.
@@ -28,10 +28,10 @@ class Tail:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.skipped = 0
-        """Lines that were no record."""
+        """Number of lines that were not records."""
         self.age_s: float | None = None
-        """Seconds between the last change of the file and its last read; None where it had been read to its end
-        before, so that what is new came just then."""
+        """Seconds between the last change of the file and its last read; None once the file has been read to its end,
+        because later records are fresh."""
         self._read_all = False
         self._place = 0
         self._inode = -1
@@ -39,17 +39,17 @@ class Tail:
         self._too_long = False
 
     def read(self, most_bytes: int | None = None) -> list[Record]:
-        """Returns the records that have come since the last call, from at most so many bytes; none without a file.
+        """Returns the records added since the last call, from at most `most_bytes`; none without a file.
 
         Raises:
-            ValueError: It is no regular file, such as a pipe, which nobody can read again and again.
+            ValueError: It is not a regular file, but for example a pipe, which cannot be read repeatedly.
         """
         try:
-            # Opening a pipe would wait for somebody who writes to it.
+            # O_NONBLOCK: opening a pipe would wait for a writer.
             with open(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
                 about = os.fstat(file.fileno())
                 if not stat.S_ISREG(about.st_mode):
-                    raise ValueError(f"{self.path} is not a regular file: records are read only from such")
+                    raise ValueError(f"{self.path} is not a regular file: records can be read only from regular files")
                 if about.st_ino != self._inode or about.st_size < self._place:
                     self._inode, self._place, self._rest, self._too_long = about.st_ino, 0, b"", False
                     self._read_all = False
@@ -68,7 +68,7 @@ class Tail:
             self._place += len(block)
             *lines, self._rest = (self._rest + block).split(b"\n")
             for line in lines:
-                # The end of a line whose beginning was too long to keep is no line.
+                # The rest of a line that was too long is not a line.
                 record, self._too_long = (None if self._too_long else parse(line)), False
                 if record is None:
                     self.skipped += bool(line.strip())
@@ -79,7 +79,7 @@ class Tail:
 
 
 class Folder:
-    """Reads the folder of a run, in which files appear and grow. Of several runs, it reads the one that began last.
+    """Follows the folder of a run, in which files appear and grow. Of several runs, it reads the one that began last.
 
     Args:
         path: The folder; it need not exist yet.
@@ -88,16 +88,16 @@ class Folder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.job: str | None = None
-        """The run that is read; None while there is none."""
+        """Id of the run that is read; None while there is none."""
         self._tails: dict[ProcessId, Tail] = {}
         self._jobs: dict[ProcessId, tuple[float, str]] = {}
         self._refused: set[Path] = set()
 
     def read(self, most_bytes: int | None = None) -> dict[ProcessId, list[Record]]:
-        """Returns the records that have come since the last call, by process; leaves out those without new ones.
+        """Returns the records added since the last call, by process; processes without new records are omitted.
 
         Args:
-            most_bytes: Bytes to read of each file at most; the next call goes on from there.
+            most_bytes: Most bytes to read of each file; the next call continues from there.
         """
         try:
             found = [(who, path) for path in self.path.iterdir() if (who := process_of_file(path)) is not None]
@@ -121,14 +121,14 @@ class Folder:
 
     @property
     def others(self) -> int:
-        """Number of processes of earlier runs, whose files are left out."""
+        """Number of files of earlier runs, which are skipped."""
         return sum(not self._is_of_job(who) for who in self._jobs)
 
     def _read(self, tail: Tail, most_bytes: int | None) -> list[Record]:
         try:
             return tail.read(most_bytes)
         except ValueError as error:
-            if tail.path not in self._refused:  # said once, and the other ranks are read on
+            if tail.path not in self._refused:  # warn once, and keep reading the other files
                 self._refused.add(tail.path)
                 _log.warning("%s", error)
             return []
@@ -139,7 +139,7 @@ class Folder:
 
     @property
     def skipped(self) -> int:
-        """Lines of all files that were no record."""
+        """Number of lines of all files that were not records."""
         return sum(tail.skipped for tail in self._tails.values())
 
 
@@ -147,7 +147,7 @@ def read_run(path: str | Path) -> dict[ProcessId, list[Record]]:
     """Reads all records of a run: of a folder, or of one file.
 
     Raises:
-        ValueError: There is no such file or folder, it is no regular file, or it holds no records.
+        ValueError: There is no such file or folder, it is not a regular file, or it holds no records.
     """
     path = Path(path)
     if path.is_dir():
@@ -155,7 +155,7 @@ def read_run(path: str | Path) -> dict[ProcessId, list[Record]]:
         found = folder.read()
         if folder.others:
             what = "file" if folder.others == 1 else "files"
-            _log.warning("%s: %d %s of earlier runs left out; name files to read those", path, folder.others, what)
+            _log.warning("%s: %d %s of earlier runs skipped; name these files to read them", path, folder.others, what)
     elif path.exists():
         records = Tail(path).read()
         first = next((each for each in records if each["kind"] == "rank"), {})
@@ -164,5 +164,5 @@ def read_run(path: str | Path) -> dict[ProcessId, list[Record]]:
     else:
         raise ValueError(f"{path} does not exist")
     if not found:
-        raise ValueError(f"{path} holds no records: a training writes some with STORM_RECORD={path}")
+        raise ValueError(f"{path} holds no records: start the training with STORM_RECORD={path}")
     return found

@@ -1,8 +1,8 @@
-"""Records: what a rank tells of itself while it trains, one JSON object per line. This file is their schema.
+"""Schema of step records: what a rank reports while it trains, one JSON object per line.
 
 A folder of a run holds one file per process, `rank-<rank>-<incarnation>-<pid>.jsonl`, which begins with a `RankRecord`.
-Readers trust nothing: half a line at the end waits for its rest, and lines that are cut, hostile or of an unknown kind
-are skipped. What `parse` returns has the fields below, with values of these types, and no others.
+Readers trust nothing: a partial last line waits for its rest, and truncated, hostile or unknown lines are skipped. What
+`parse` returns has only the fields below, with values of these types.
 
 Ranks are those of the transport, as text where they are keys of JSON objects. Times are in seconds, `time` since 1970.
 """
@@ -20,14 +20,14 @@ VERSION = 2
 """Number of this schema."""
 KINDS = ("rank", "steps", "links", "view", "event", "end")
 MOST_LINE_BYTES = 1 << 20
-"""Longest line that readers take: some records of 256 ranks have 60 KB."""
+"""Longest line that readers accept: some records of 256 ranks have 60 KB."""
 _MOST_TEXT = 2000
 _MOST_KEYS = 4096
 _LARGEST = 1e18
 
 
 class RankRecord(TypedDict, total=False):
-    """Who tells: the first record of a process, and once more whenever another model is prepared in it."""
+    """Identity of a process: its first record, repeated whenever another model is prepared in it."""
 
     kind: Literal["rank"]
     time: float
@@ -37,15 +37,15 @@ class RankRecord(TypedDict, total=False):
     world: int
     """Number of ranks at the start of the job."""
     incarnation: int
-    """Number of the process in its rank: 0 is the first."""
+    """Number of the process within its rank: 0 is the first."""
     host: str
     pid: int
     job: str
-    """The run: the same on all its ranks, and on those that return to it or join it."""
+    """Id of the run: the same on all its ranks, also on those that rejoin or join later."""
     group: str
     """Name of the group of all ranks."""
     address: str
-    """host:port at which this process answers `stormtorch watch`; empty if it answers nowhere."""
+    """host:port at which this process serves `stormtorch watch`; empty if it does not."""
     policy: str
     """Class of the policy."""
     settings: dict[str, Any]
@@ -53,7 +53,7 @@ class RankRecord(TypedDict, total=False):
     transport: dict[str, Any]
     """Settings of the transport: silence_s, timeout_s, datagram_bytes, sealed, rate."""
     parameters: int
-    """Elements of all parameters that are trained together."""
+    """Number of elements of all parameters that are trained together."""
     chunk_bytes: int
     stormtorch: str
     torch: str
@@ -63,7 +63,7 @@ class RankRecord(TypedDict, total=False):
 
 
 class StepsRecord(TypedDict, total=False):
-    """The steps since the last such record. Sums are over these steps; other numbers say what they are."""
+    """The steps since the last such record. Numbers are sums over these steps unless stated otherwise."""
 
     kind: Literal["steps"]
     time: float
@@ -76,7 +76,7 @@ class StepsRecord(TypedDict, total=False):
     gradient_wait_s: float
     broadcast_wait_s: float
     view_wait_s: float
-    """Seconds in which views began. Under an `OwnerPolicy`, `gradient_wait_s` contains them."""
+    """Seconds spent on changes of the view. Under an `OwnerPolicy`, `gradient_wait_s` contains them."""
     bytes_sent: int
     arrived: float
     """Mean fraction that arrived, over these steps and all links."""
@@ -87,11 +87,11 @@ class StepsRecord(TypedDict, total=False):
     lag: dict[str, int]
     """Chunks of others' parameters by their age in steps, after the last step."""
     lead: float
-    """Updates by which this rank's broadcast was ahead, in the last step."""
+    """Updates by which this rank's broadcast led, in the last step."""
     loss: float
-    """Fraction of this rank's broadcast that its receivers lost, smoothed: of the last step."""
+    """Fraction of this rank's broadcast that its receivers lost, smoothed, after the last step."""
     pair_drift: float | None
-    """Mean over these steps, as the next three."""
+    """Mean over these steps, like the next three."""
     owner_drift: float | None
     update_variance: float | None
     pair_bound: float | None
@@ -99,18 +99,18 @@ class StepsRecord(TypedDict, total=False):
     variance_inflation: float
     fetched: int
     guarded: int
-    """Number of these steps that the guard made exact."""
+    """Number of these steps that the convergence guard made exact."""
     missing: list[int]
-    """Ranks that were not there in the last step."""
+    """Ranks that were absent in the last step."""
     train_loss: float | None
-    """The latest loss that the program noted by `optimizer.session.note(loss=...)`."""
+    """The latest training loss that the program reported by `optimizer.session.note(loss=...)`."""
 
 
 class PathState(TypedDict, total=False):
     """One of several paths to a peer: a pair of interfaces, in the order of `Options(interfaces=...)`."""
 
     up: bool
-    """False while it answers nothing although another path does."""
+    """False while it is silent although another path is not."""
     rtt_s: float
     loss: float
     rate: float
@@ -124,49 +124,49 @@ class PeerLinkRecord(TypedDict, total=False):
     """One peer as this rank sees it."""
 
     rtt_s: float
-    """Round trip; 0 as long as it is unknown."""
+    """Round trip; 0 while unknown."""
     loss: float
-    """Fraction of the datagrams from the peer to this rank that were lost lately."""
+    """Recent fraction of the peer's datagrams to this rank that were lost."""
     rate: float
-    """Bytes per second at which this rank sends to the peer; 0 where no rate is limited."""
+    """Bytes per second at which this rank sends to the peer; 0 if unlimited."""
     path_bytes: int
     """Largest datagram that the path to the peer carries."""
     heard_s: float
-    """Seconds since anything was heard of the peer; absent as long as nobody listens."""
+    """Seconds since the last datagram of the peer; absent while the endpoint does not receive."""
     paths: dict[str, PathState]
     """The paths to the peer, by number from 0; absent if there is one."""
 
 
 class Waits(TypedDict, total=False):
-    """A wait that has lasted for some time."""
+    """A wait in progress."""
 
     call: str
-    """The call in which the rank waits, as the user knows it: "backward()"."""
+    """The user's call in which the rank waits: "backward()"."""
     seconds: float
     peers: list[int]
-    """Ranks that take part in the exchange; those that are late are among them."""
+    """Participants of the exchange; the late ranks are among them."""
 
 
 class LinksRecord(TypedDict, total=False):
-    """The network as this rank sees it. It comes also while no step ends."""
+    """The network as this rank sees it. Written also while no step completes."""
 
     kind: Literal["links"]
     time: float
     n: int
     step: int
-    """Steps so far: the step that is under way."""
+    """Number of the step in progress."""
     links: dict[str, PeerLinkRecord]
     health: dict[str, float]
-    """Counters of the engine since the process began, those that are not 0; of injected faults, as "faults_lost"."""
+    """Nonzero counters of the engine since the process began; those of injected faults as "faults_lost"."""
     cpu_s: float
-    """Processor seconds of this process so far, all threads together."""
+    """Processor seconds of this process so far, over all threads."""
     quorum: bool
-    """Whether this rank hears a majority."""
+    """Whether this rank reaches a majority of the ranks."""
     waits: Waits | None
 
 
 class ViewRecord(TypedDict, total=False):
-    """Another view has begun on this rank."""
+    """A new view has begun on this rank."""
 
     kind: Literal["view"]
     time: float
@@ -179,7 +179,7 @@ class ViewRecord(TypedDict, total=False):
 
 
 class EventRecord(TypedDict, total=False):
-    """Something that happened, in words."""
+    """An event as text."""
 
     kind: Literal["event"]
     time: float
@@ -189,7 +189,7 @@ class EventRecord(TypedDict, total=False):
 
 
 class EndRecord(TypedDict, total=False):
-    """The last record of a process that had time to write one."""
+    """The last record of a process, if it had time to write one."""
 
     kind: Literal["end"]
     time: float
@@ -229,12 +229,12 @@ def process_of_file(path: Path) -> ProcessId | None:
 
 
 def line_of(record: Record) -> str:
-    """Returns a record as a line, without its end. inf and NaN, which JSON does not have, become null."""
+    """Returns a record as a line without newline. inf and NaN, which JSON lacks, become null."""
     return _encode(_rounded(record))
 
 
 def parse(line: str | bytes) -> Record | None:
-    """Returns the record of a line, or None. The line may hold anything."""
+    """Parses an untrusted line; returns its record, or None if it is malformed."""
     if len(line) > MOST_LINE_BYTES:
         return None
     try:
@@ -244,7 +244,7 @@ def parse(line: str | bytes) -> Record | None:
 
 
 def checked(parsed: object) -> Record | None:
-    """Returns what is right of a record that came from anywhere; None if its kind, time or main fields are not."""
+    """Returns the valid fields of an untrusted record; None if its kind, time or a required field is invalid."""
     if not isinstance(parsed, dict) or parsed.get("kind") not in KINDS:
         return None
     kind = str(parsed["kind"])
@@ -317,7 +317,7 @@ def _by_number(read: Callable[[object], Any]) -> Callable[[object], dict[str, An
 
 
 def _fields(readers: dict[str, Callable[[object], Any]]) -> Callable[[object], dict[str, Any]]:
-    """Reads an object with certain keys; drops what is wrong in it."""
+    """Reads an object with known keys; drops invalid values."""
 
     def fields(value: object) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -340,7 +340,7 @@ def _counters(value: object) -> dict[str, float]:
 
 
 def _plain(value: object, depth: int = 4) -> Any:
-    """Reads settings: any JSON of little depth."""
+    """Reads settings: any JSON of limited depth."""
     if isinstance(value, dict) and depth and len(value) <= _MOST_KEYS:
         return {_text(key)[:80]: _plain(each, depth - 1) for key, each in value.items()}
     if isinstance(value, list) and depth and len(value) <= _MOST_KEYS:
@@ -413,7 +413,7 @@ _FIELDS: dict[str, dict[str, Callable[[object], Any]]] = {
 
 
 def _rounded(value: Any) -> Any:
-    """Shortens numbers to seven digits, and times to a millisecond: lines become half as long."""
+    """Rounds numbers to seven digits and times to milliseconds, which halves the length of lines."""
     kind = type(value)
     if kind is float:
         return float(f"{value:.7g}") if math.isfinite(value) else None

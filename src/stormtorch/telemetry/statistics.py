@@ -10,7 +10,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """Value in the middle, or the mean of the two in the middle."""
+    """Middle value, or the mean of the two middle values."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -1,4 +1,4 @@
-"""Numbers as people read them, with their units."""
+"""Formatting of numbers with their units."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def share_text(fraction: float) -> str:
 
 
 def loss_text(fraction: float) -> str:
-    """Fraction in percent that may well be nothing: "0.0 %", "0.05 %", "10.0 %"."""
+    """Loss in percent: "0.0 %", "0.05 %", "10.0 %"."""
     return f"{fraction * 100:.1f} %" if fraction >= 0.01 or fraction == 0.0 else f"{fraction * 100:.2g} %"
 
 
@@ -48,7 +48,7 @@ def rate_text(bits_per_s: float) -> str:
 
 
 def network_text(requested: dict[str, Any]) -> str:
-    """Conditions of a lab, as its JSON has them, without the loss: "400 Mbit/s, round trip 40 ms"."""
+    """Conditions of a lab from its JSON, without the loss: "400 Mbit/s, round trip 40 ms"."""
     rate = requested["rate_bits_per_s"]
     text = "lab without limits" if rate is None else rate_text(rate)
     if (mtu := requested.get("cable_mtu")) is not None:
@@ -68,13 +68,13 @@ def condition_text(requested: dict[str, Any]) -> str:
 
 
 def loss_of(requested: dict[str, Any]) -> float:
-    """Loss rate in the conditions of a lab whose loss is one number, in bursts or not."""
+    """Loss rate of a lab with one loss for all links, in bursts or independent."""
     loss = requested["loss"]
     return float(loss["p"] if isinstance(loss, dict) else loss)
 
 
 def bursts_of(requested: dict[str, Any]) -> str:
-    """Mean length of the bursts of such a loss, in packets or in time: "20", "5 ms"; empty for independent loss."""
+    """Mean burst length of that loss, in packets or in time: "20", "5 ms"; empty for independent loss."""
     loss = requested["loss"]
     if not isinstance(loss, dict):
         return ""
@@ -82,8 +82,8 @@ def bursts_of(requested: dict[str, Any]) -> str:
 
 
 def oversubscription_text(ranks: int, cores: int) -> str:
-    """Warning where ranks wait for cores and not for each other."""
-    return f" {ranks} ranks share {cores} cores: waiting for a core is part of every time." if ranks > cores else ""
+    """Warning if there are more ranks than cores."""
+    return f" {ranks} ranks share {cores} cores: all times include waiting for a core." if ranks > cores else ""
 
 
 def _three_digits(value: float) -> str:

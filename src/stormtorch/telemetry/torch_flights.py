@@ -1,4 +1,4 @@
-"""Flight records as those of torch's own backends, so that `torch.distributed.flight_recorder` reads them."""
+"""Export of flight records in the format of torch's backends, for `torch.distributed.flight_recorder`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 from stormtorch.telemetry.postmortem import FlightRecord, Operation
 
 PREFIX = "storm_rank_"
-"""Beginning of the files' names; the rank follows."""
-# torch's analyser takes files of this version, and operations of backends that it knows.
+"""Prefix of the file names; the rank follows."""
+# torch's analyser accepts files of this version, with operations of backends that it knows.
 _VERSION = "2.10"
 _BACKEND = "gloo"
 _NAMES = {"lossy_all_reduce": "all_reduce", "lossy_reduce_scatter": "reduce_scatter"}
 
 
 def write_for_torch(flights: Sequence[FlightRecord], folder: Path) -> list[Path]:
-    """Writes a folder for each group, with a file for each of its ranks. Sends and receives are left out.
+    """Writes a folder per group with a file per rank. Sends and receives are omitted.
 
     Returns:
         The folders: `python -m torch.distributed.flight_recorder.fr_trace FOLDER --prefix storm_rank_` reads one.
     """
     folders: dict[str, Path] = {}
     for flight in flights:
-        # Names come from files: no folder of theirs may lie elsewhere.
+        # Group names are untrusted: a folder must not lie outside `folder`.
         name = "".join(letter if letter.isalnum() else "-" for letter in flight.group)[:80] or "group"
         inside = folders.setdefault(flight.group, folder / f"{len(folders)}-{name}")
         inside.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def _dump(flight: FlightRecord) -> dict[str, Any]:
 def _entry(number: int, operation: Operation, flight: FlightRecord) -> dict[str, Any]:
     size, name = len(flight.ranks), _NAMES.get(operation.name, operation.name)
     given, results = operation.given, operation.results
-    # Lists with a tensor for each rank count as one tensor of all.
+    # A list with one tensor per rank counts as one concatenated tensor.
     if name == "all_gather" and len(results) > 1 and given:
         results = [[size * math.prod(given[0])]]
     if name == "reduce_scatter" and len(given) > 1 and results:

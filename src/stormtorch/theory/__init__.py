@@ -1,8 +1,8 @@
-"""Formulas about training under loss: pure functions without tensors, which use nothing else of this package.
+"""Theory of training under packet loss: formulas as pure functions, without tensors or other parts of stormtorch.
 
-`p` is the chance that a chunk is lost, independently of all others; `n` is the number of ranks. Docstrings refer to two
-papers: "Weintraub" is Weintraub, Banner, Orda, Distributed Training under Packet Loss, 2025 (arXiv 2507.07114), and
-"RPS" is Yu et al., Distributed Learning over Unreliable Networks, ICML 2019 (arXiv 1810.07766).
+`p` is the probability that a chunk is lost, independently of all others; `n` is the number of ranks. Docstrings refer
+to two papers: "Weintraub" is Weintraub, Banner, Orda, Distributed Training under Packet Loss, 2025 (arXiv 2507.07114),
+and "RPS" is Yu et al., Distributed Learning over Unreliable Networks, ICML 2019 (arXiv 1810.07766).
 """
 
 from stormtorch.theory.averaging import averaging_rate, mixing, rate_factor

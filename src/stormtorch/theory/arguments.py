@@ -6,7 +6,7 @@ from stormtorch.checks import check
 
 
 def check_loss(p: float) -> None:
-    """Raises unless `p` is a chance below 1: where everything is lost, nothing has a limit."""
+    """Raises unless `p` is a probability below 1: if everything is lost, the formulas diverge."""
     check(0.0 <= p < 1.0, "p", "lie in [0, 1)", p)
 
 
@@ -16,7 +16,7 @@ def check_count(name: str, value: int, least: int = 1) -> None:
 
 
 def check_max_lag(max_lag: int | None) -> None:
-    """Raises unless `max_lag` is None, which is no bound, or a whole number of at least 1."""
+    """Raises unless `max_lag` is None (no bound) or a whole number of at least 1."""
     if max_lag is not None:
         check_count("max_lag", max_lag)
 

@@ -1,7 +1,7 @@
-"""Model averaging (RPS): every rank has a model of its own, and ranks average what arrives of each other's models.
+"""Theory of model averaging (RPS): every rank has its own model, and ranks average the models that arrive.
 
-A round turns models X (a column per rank) into XW. W depends on what arrived on the way to the owner of a block, which
-is drawn from all ranks, and on the way back. If A is the matrix that averages all ranks, `E[W W'] = a1 I + (1-a1) A`
+A round turns models X (a column per rank) into XW. W depends on what arrived at the owner of a block, which is drawn
+from all ranks, and on what arrived from it. If A is the matrix that averages all ranks, `E[W W'] = a1 I + (1-a1) A`
 and `E[W A W'] = a2 I + (1-a2) A`: 0 would be perfect averaging.
 """
 
@@ -22,10 +22,10 @@ def mixing(p: float, n: int) -> tuple[float, float]:
     if n == 1:
         return 0.0, 0.0
     e = mean_inverse_count(p, n)
-    lost = (n - 1) * p  # mean number of ranks that do not get a mean back
+    lost = (n - 1) * p  # mean number of ranks that do not receive the average
     lost_squared = lost * (1.0 - p) + lost**2
     a1 = (lost + (n - lost) * e - 1.0) / (n - 1)
-    both = 2.0 * (n * lost - lost_squared) * (1.0 - e) / (n - 1)  # counted in a mean that is lost on its way back
+    both = 2.0 * (n * lost - lost_squared) * (1.0 - e) / (n - 1)  # part of an average that is lost on its way back
     a2 = (((n * n - 2.0 * n * lost + lost_squared) * e + both + lost) / n - 1.0) / (n - 1)
     # Without loss both are 0; rounding must not make them negative.
     return max(a1, 0.0), max(min(a2, a1), 0.0)
@@ -41,9 +41,9 @@ def rate_factor(p: float, n: int) -> float:
 
 
 def averaging_rate(p: float, n: int, steps: int) -> float:
-    """Leading term of the rate at which the mean squared gradient falls: `rate_factor` / sqrt(n steps).
+    """Leading term of the convergence rate of the mean squared gradient: `rate_factor` / sqrt(n steps).
 
-    A bound up to a constant of the problem (RPS): compare two values; one alone says nothing.
+    A bound up to a constant of the problem (RPS): only ratios of two values have a meaning.
     """
     check_count("steps", steps)
     return rate_factor(p, n) / math.sqrt(n * steps)

@@ -1,8 +1,8 @@
-"""Time of a message on a link that loses packets: repaired, coded, or both; and how much parity pays.
+"""Model of retransmission against forward error correction: the time of a message on a lossy link, and the best parity.
 
-A message has `chunks` chunks, each of which takes `chunk_s` on the line. Losses follow a chain of two states
-(Gilbert and Elliott): a fraction `p` of the datagrams is lost, `burst` of them in a row on average. What is lost is
-known a round trip later. The engine makes the same choice (engine/coding/coding_model.cpp); a test compares both.
+A message has `chunks` chunks, each of which takes `chunk_s` on the link. Losses follow the Gilbert-Elliott model: a
+fraction `p` of the datagrams is lost, `burst` of them in a row on average. The sender learns of a loss a round trip
+later. The engine makes the same choice (engine/coding/coding_model.cpp); a test compares both.
 """
 
 import math
@@ -13,9 +13,9 @@ from stormtorch.checks import check
 from stormtorch.theory.arguments import check_count, check_loss, check_size
 
 BLOCK_CHUNKS = 128
-"""Chunks of data of a block at most."""
+"""Most data chunks of a block."""
 STRETCH_BLOCKS = 4
-"""Blocks of a stretch at most. Their chunks take turns, so that a burst hits all of them a little."""
+"""Most blocks of a stretch. Their chunks are interleaved, so that a burst is spread over all of them."""
 _LEAST_GAIN_S = 0.5e-3
 _LEAST_GAIN = 0.1
 _LEAST_FAILURE = 1e-4
@@ -24,16 +24,16 @@ _LEAST_BOUND = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkModel:
-    """A link as the model sees it."""
+    """Parameters of a lossy link."""
 
     p: float
     """Fraction of the datagrams that are lost."""
     burst: float = 1.0
     """Mean number of datagrams that are lost in a row; 1 is independent loss."""
     round_trip_s: float
-    """Time until the sender knows what was lost."""
+    """Time until the sender learns of a loss."""
     chunk_s: float
-    """Time that one chunk takes on the line."""
+    """Serialization time of one chunk."""
 
     def __post_init__(self) -> None:
         check_loss(self.p)
@@ -42,9 +42,9 @@ class LinkModel:
         check_size("chunk_s", self.chunk_s)
 
     def chain(self, apart: int = 1) -> tuple[float, float]:
-        """Chances to go from losing nothing to losing everything and back, seen every `apart` datagrams. Exact.
+        """Transition probabilities from the good to the bad state and back, over `apart` datagrams. Exact.
 
-        The chain has one eigenvalue besides 1, so that what it remembers fades as its power.
+        The chain has one eigenvalue besides 1, so that its memory decays as a power of it.
         """
         back = 1.0 / max(self.burst, 1.0 / (1.0 - self.p))  # independent losses have runs of 1 / (1 - p)
         memory = max(0.0, 1.0 - back - back * self.p / (1.0 - self.p)) ** apart
@@ -53,24 +53,24 @@ class LinkModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """How a stretch is sent, and the time that this costs beyond the chunks themselves."""
+    """How a stretch is sent, and the extra time that it costs."""
 
     way: Literal["none", "repair", "coding", "hybrid"]
-    """`none`: nothing need be done. `coding`: at most one block in a thousand fails. `hybrid`: more fail, and are
-    topped up by repairs."""
+    """`none`: no protection needed. `repair`: retransmission. `coding`: parity, with which at most one block in a
+    thousand fails. `hybrid`: parity, with retransmission for the blocks that fail."""
     chunks: int
-    """Chunks of data per block."""
+    """Data chunks per block."""
     parity: int
-    """Chunks of parity per block."""
+    """Parity chunks per block."""
     cost_s: float
-    """Expected time beyond that of the chunks."""
+    """Expected time beyond that of the data chunks."""
 
 
 def block_failures(link: LinkModel, chunks: int, most: int, *, apart: int = 1) -> list[float]:
-    """Chances that more than m of `chunks + m` datagrams are lost, for m from 0 to `most`. Exact under the chain.
+    """Probabilities that more than m of `chunks + m` datagrams are lost, for m from 0 to `most`. Exact under the model.
 
-    With that many losses, a block of `chunks` chunks and m of parity cannot be decoded. The datagrams of a block are
-    `apart` places apart on the line.
+    With that many losses, a block of `chunks` data and m parity chunks cannot be decoded. Consecutive datagrams of a
+    block are `apart` datagrams apart on the link.
     """
     check_count("chunks", chunks)
     check_count("most", most, 0)
@@ -89,12 +89,12 @@ def block_failures(link: LinkModel, chunks: int, most: int, *, apart: int = 1) -
 
 
 def round_probabilities(link: LinkModel, chunks: float, *, copies: int = 2) -> list[float]:
-    """Chances that a first, a second, ... round of repair is needed for the last `chunks` chunks of a message.
+    """Probabilities that a first, a second, ... round of retransmission is needed for the last `chunks` chunks.
 
-    The first repair of a chunk is sent once. At the end of a message the line is free, so that from the second round on
-    each is sent `copies` times: round j > 1 is needed for a chunk with the chance p^(2 + copies (j - 2)).
-    Bursts lose neighbours together, so only every (1 - p) burst-th chunk counts. An approximation where burst is above
-    1, and exact for independent losses.
+    The first retransmission of a chunk is sent once. At the end of a message the link is idle, so that from the second
+    round on each is sent `copies` times: round j > 1 is needed for a chunk with probability p^(2 + copies (j - 2)).
+    Bursts lose neighbours together, so only every (1 - p) burst-th chunk counts. Exact for independent losses, an
+    approximation for bursts.
     """
     events = chunks / max(1.0, (1.0 - link.p) * link.burst)
     chances = []
@@ -108,7 +108,7 @@ def round_probabilities(link: LinkModel, chunks: float, *, copies: int = 2) -> l
 
 
 def repair_delay_s(link: LinkModel, chunks: float, *, hidden_s: float = 0.0) -> float:
-    """Expected time that rounds of repair take beyond the first pass, of which chunks that follow hide `hidden_s`."""
+    """Expected time of retransmission rounds after the first pass, less the `hidden_s` that later chunks hide."""
     trip = link.round_trip_s
     return sum(
         chance * min(max(j * trip - hidden_s, 0.0), trip)
@@ -117,14 +117,14 @@ def repair_delay_s(link: LinkModel, chunks: float, *, hidden_s: float = 0.0) -> 
 
 
 def repair_rounds_quantile(link: LinkModel, chunks: float, *, quantile: float = 0.95) -> int:
-    """Rounds of repair that suffice with this chance: each costs a round trip."""
+    """Retransmission rounds that suffice with probability `quantile`; each costs a round trip."""
     return sum(chance > 1.0 - quantile for chance in round_probabilities(link, chunks))
 
 
 def repair_cost_s(link: LinkModel, chunks: int, *, after: int = 0, messages: int = 1) -> float:
-    """Expected time of repairing a stretch beyond its chunks: what is sent again, and rounds that nothing hides.
+    """Expected extra time of a stretch with retransmission: retransmitted chunks, and rounds that nothing hides.
 
-    Somebody waits for the last of `messages` such messages.
+    The exchange waits for the last of `messages` such messages.
     """
     delay_s = repair_delay_s(link, chunks * messages, hidden_s=after * link.chunk_s)
     return delay_s + chunks * link.p / (1.0 - link.p) * link.chunk_s
@@ -133,9 +133,9 @@ def repair_cost_s(link: LinkModel, chunks: int, *, after: int = 0, messages: int
 def coding_cost_s(
     link: LinkModel, failure: float, chunks: int, parity: int, blocks: int, *, after: int = 0, messages: int = 1
 ) -> float:
-    """Expected time of coding a stretch beyond its chunks: its parity, and topping up blocks that fail in any message.
+    """Expected extra time of a stretch with parity: its parity, and retransmission for blocks that fail in any message.
 
-    With less parity than chunks are lost, the rest is repaired.
+    With less parity than lost chunks, the rest is retransmitted.
     """
     hidden_s, trip = after * link.chunk_s, link.round_trip_s
     few = 4.0 * max(1.0, blocks * messages * failure)
@@ -145,12 +145,12 @@ def coding_cost_s(
 
 
 def any_fails(failure: float, blocks: int) -> float:
-    """Chance that any of so many blocks fails, as if they failed independently. An upper bound, as bursts hit all."""
+    """Probability that any of `blocks` blocks fails, if independent; an upper bound, because bursts hit all blocks."""
     return -math.expm1(blocks * math.log1p(-min(failure, 0.999999)))
 
 
 def parity_for(link: LinkModel, chunks: int, *, failure: float = 1e-3, apart: int = 1) -> int:
-    """Smallest parity of a block that fails with at most this chance; raises where no block of 255 is enough."""
+    """Least parity with which a block fails with at most this probability; raises if 255 chunks are not enough."""
     failures = block_failures(link, chunks, 255 - chunks, apart=apart)
     for m, chance in enumerate(failures):
         if chance <= failure:
@@ -159,13 +159,12 @@ def parity_for(link: LinkModel, chunks: int, *, failure: float = 1e-3, apart: in
 
 
 def choose(link: LinkModel, chunks: int, *, after: int = 0, budget: float = 0.0, messages: int = 1) -> Choice:
-    """Cheapest way to send a stretch of a message, behind which `after` chunks are still to come.
+    """Chooses the cheapest way to send a stretch of a message that is followed by `after` more chunks.
 
-    An exchange ends with the last of its messages: with `messages` of them, a failure that is rare in each of them is
-    not rare in all. Repair of what was lost early is hidden by the chunks that follow; parity pays at the end of a
-    message, where every round costs a round trip. It must save half a millisecond and a tenth of the cost of repair, as
-    it costs processor time. With a budget, what may be missing is neither repaired nor coded: parity pays only if more
-    than that is lost.
+    An exchange ends with the last of its `messages` messages, so that a failure that is rare in one is not rare in all.
+    Early losses are retransmitted while later chunks are sent; parity pays at the end of a message, where every round
+    costs a round trip. It must save half a millisecond and a tenth of the cost of retransmission, because it costs
+    processor time. With a budget, no protection is needed unless more than the budget is lost.
     """
     check_count("chunks", chunks)
     check_count("after", after, 0)

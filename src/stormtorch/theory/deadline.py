@@ -1,7 +1,7 @@
-"""Deadlines for gradients of ranks that compute at different speeds: what waiting is worth.
+"""Theory of gradient deadlines against stragglers: the best compromise between waiting and a noisier mean.
 
-`times` has, for each rank, how many seconds its latest gradients took, the newest last, as many for each rank. A rank
-whose gradients come after the deadline gives them in a later step, where they count for all steps since its last ones.
+`times` has the seconds of each rank's latest gradients, newest last, equally many per rank. A rank that misses the
+deadline contributes in a later step, where its gradients count for all steps since its last contribution.
 """
 
 import math
@@ -13,7 +13,7 @@ from stormtorch.theory.arguments import check_size
 
 Times = Sequence[Sequence[float]]
 
-# A deadline that costs at most this much more than the best one is as good: the longest of them leaves out the fewest.
+# Deadlines within this factor of the least cost are equivalent: the longest of them excludes the fewest ranks.
 _AS_GOOD = 1.02
 _CANDIDATES = 12
 
@@ -21,24 +21,24 @@ _CANDIDATES = 12
 def step_seconds(times: Times, deadline_s: float) -> float:
     """Mean time until a step has the gradients that it waits for.
 
-    A rank that usually takes longer than the deadline keeps nobody waiting; any other does, at most until the deadline.
-    Exact for the given times; derived here.
+    A rank that usually misses the deadline is not waited for; any other is, at most until the deadline. Exact for the
+    given times; derived here.
     """
     _check(times)
     return _step_seconds([each for each in times if median(each) <= deadline_s], deadline_s)
 
 
 def steps_covered(seconds: float, deadline_s: float, step_s: float) -> int:
-    """Number of steps for which gradients count that took so long: 1 if they are in time, else 2 or more."""
+    """Number of steps that a contribution counts for, by its compute time: 1 if in time, otherwise 2 or more."""
     return 1 if seconds <= deadline_s or step_s <= 0.0 else max(2, math.ceil(seconds / step_s))
 
 
 def lateness_inflation(times: Times, deadline_s: float, overhead_s: float = 0.0) -> float:
     """Factor by which late ranks raise the variance of the mean gradient.
 
-    A rank that gives gradients in every k-th step, each weighed k times, adds k times the variance of one that gives
-    them in every step: this is the mean of k over ranks. Exact for equal variances and steps of equal length; derived
-    here. It leaves out what the mean gradient itself adds where it is large beside its noise.
+    A rank that contributes in every k-th step, with weight k, adds k times the variance of one that contributes in
+    every step: this is the mean of k over ranks. Exact for equal variances and steps of equal length; derived here. The
+    contribution of the mean gradient itself is neglected, which matters if it is large compared with the noise.
     """
     return _mean_gap(times, deadline_s, step_seconds(times, deadline_s) + overhead_s)
 
@@ -46,29 +46,29 @@ def lateness_inflation(times: Times, deadline_s: float, overhead_s: float = 0.0)
 def deadline_cost(times: Times, deadline_s: float, overhead_s: float = 0.0) -> float:
     """Seconds per unit of progress: the time of a step times the inflation of the variance of its gradient.
 
-    Where noise decides how many steps a training needs, that number grows as the variance does.
+    If noise determines how many steps a training needs, that number grows like the variance.
     """
     _check(times)
     return _cost(times, [median(each) for each in times], deadline_s, overhead_s)
 
 
 def best_deadline(times: Times, overhead_s: float = 0.0) -> float:
-    """Deadline with the least cost among the times that were measured; of those that are as good, the longest.
+    """Deadline with the least cost among the measured times; of equivalent ones, the longest.
 
-    At least half of the ranks are usually in time: a mean over fewer would no longer be what the user asked for.
+    At least half of the ranks are usually in time: a mean over fewer would differ too much from the full mean.
 
     Args:
-        times: Seconds that the latest gradients of each rank took.
-        overhead_s: Seconds of a step beside computing gradients, which no deadline shortens.
+        times: Seconds of the latest gradients of each rank.
+        overhead_s: Seconds of a step outside gradient computation, which no deadline shortens.
     """
     _check(times)
     check_size("overhead_s", overhead_s)
     middles: list[float] = [median(each) for each in times]
     least = sorted(middles)[(len(middles) - 1) // 2]
-    # Only times of ranks that are then in time: one that lies just before a rank's usual time has it wait in vain.
+    # Only times at which their rank is usually in time: a deadline just before a rank's median waits for it in vain.
     pairs = zip(times, middles, strict=True)
     seen = sorted({each for rank, middle in pairs for each in (*rank, middle) if each >= max(least, middle)})
-    # Medians are where the cost jumps, and the longest time waits for everyone.
+    # The cost jumps at medians; the longest time waits for all ranks.
     stride = max(1, len(seen) // _CANDIDATES)
     candidates = sorted({*seen[::stride], *(each for each in middles if each >= least), seen[-1]})
     costs = [_cost(times, middles, each, overhead_s) for each in candidates]

@@ -1,9 +1,9 @@
-"""Drift in the long run: the distance of replicas from each other and from the owner.
+"""Theory of drift: the stationary distance of replicas from each other and from the owner.
 
 All formulas assume independent updates of a parameter, each with variance sigma^2 and mean mu, and give the mean
 squared difference divided by sigma^2. `mean_squared` is mu^2 / sigma^2. For vectors, both are sums over the elements.
 
-With a lead, an owner sends its value plus `lead` times its last update. So a copy of age L is the owner's value of L
+With a lead, an owner sends its value plus `lead` times its last update. A copy of age L is then the owner's value of L
 steps ago plus `lead` times the update of that step.
 """
 
@@ -16,9 +16,9 @@ def pair_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = Non
 
     Two replicas differ by the updates between the older and the newer of their two copies: 2p/(1-p^2) of them on
     average. The mean adds E(L1-L2)^2 mu^2, which is twice the variance of the lag: 2p/(1-p)^2 mu^2. If the copies
-    differ in age, which happens with a chance of 2p/(1+p), a lead makes the newest of these updates count 1+lead times
-    and adds lead times the update before the oldest: hence 2 lead (1+lead) times that chance. A lead does not change
-    what the mean adds.
+    differ in age, which has probability 2p/(1+p), a lead makes the newest of these updates count 1+lead times and adds
+    lead times the update before the oldest: hence 2 lead (1+lead) times that probability. A lead does not change what
+    the mean adds.
     """
     check_loss(p)
     check_max_lag(max_lag)
@@ -80,11 +80,11 @@ def owner_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = No
 
 
 def common_drift(p: float, *, mean_squared: float = 0.0, max_lag: int | None = None, lead: float = 0.0) -> float:
-    """Part of the drift that replicas have in common, so that averaging many of them does not remove it.
+    """Common part of the drift of all replicas, which averaging many of them does not remove.
 
     Exact; derived here: it is the mean product of two replicas' distances from the owner, that is, `owner_drift` minus
     half of `pair_drift`. Without a lead it is p^2/(1-p^2) plus the squared mean lag times mu^2. With a lead of p/(1-p)
-    and no bound on the lag it is 0, whatever the updates are: of the update j steps ago, the fraction p^(j+1) of the
+    and no bound on the lag it is 0 for any updates: of the update j steps ago, the fraction p^(j+1) of the
     copies lacks all, and the fraction (1-p) p^j has lead times as much in excess.
     """
     own = pair_drift(p, mean_squared=mean_squared, max_lag=max_lag, lead=lead) / 2.0
@@ -103,7 +103,7 @@ def best_lead(p: float, mean_squared: float, max_lag: int | None = None) -> floa
 
 
 def _bounded_pair(p: float, max_lag: int) -> tuple[float, float]:
-    """Mean difference of the ages of two bounded copies, and the chance that the ages differ."""
+    """Mean difference of the ages of two bounded copies, and the probability that they differ."""
     apart, equal, younger = 0.0, 0.0, 0.0
     for chance in lag_probabilities(p, max_lag):
         younger += chance

@@ -1,7 +1,7 @@
-"""Time of a training step on a network: its computation, and two stages that move gradients and parameters.
+"""Model of the time of a training step on a network: computation, and the two stages of gradients and parameters.
 
-Lines carry as much in each direction, every rank sends to all others at once, and nothing overlaps with computation: an
-upper bound for a training that hides some of it. What a transport adds is left out; in the lab it was 10 to 30 %.
+Links have the same rate both ways, every rank sends to all others at once, and nothing overlaps with computation: an
+upper bound for a training that overlaps them. Transport overhead is not included; in the lab it was 10 to 30 %.
 """
 
 import math
@@ -14,10 +14,10 @@ from stormtorch.theory.coding import LinkModel, round_probabilities
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bottleneck:
-    """A rank's line to the others."""
+    """A rank's access link, which all its traffic shares."""
 
     bits_per_s: float
-    """Rate, each way."""
+    """Rate in each direction."""
     round_trip_s: float
     """Round trip to any other rank."""
 
@@ -37,16 +37,16 @@ def step_on_bottleneck_s(
     compute_s: float = 0.0,
     chunk_bytes: float = 1440.0,
 ) -> float:
-    """Time of one step of bounded drift: computation, and for each stage the bytes, half a round trip, and repair.
+    """Time of one step of bounded drift: computation, and per stage transmission, half a round trip and retransmission.
 
     Args:
-        bottleneck: Line of every rank.
+        bottleneck: Access link of every rank.
         n: Number of ranks.
-        model_bytes: Bytes of the parameters as they travel; gradients take as many.
+        model_bytes: Bytes of the parameters on the wire; gradients have the same size.
         p: Fraction of the chunks that is lost, independently.
-        budgets: Fractions of gradients and of parameters that may be missing; 1 sends nothing again, 0 is exact.
-        redundancy: Chunks of parity for each chunk of data.
-        compute_s: Time of forward, backward and update.
+        budgets: Fractions of gradients and of parameters that may be missing; 1 never retransmits, 0 is exact.
+        redundancy: Parity chunks per data chunk.
+        compute_s: Time of forward, backward and optimizer.
         chunk_bytes: Bytes of a chunk.
     """
     check_count("n", n, 2)
@@ -64,15 +64,15 @@ def step_on_bottleneck_s(
 
 
 def sent_again(p: float, chunks: float, budget: float) -> tuple[float, float]:
-    """Chunks that are sent again until at most the budget is missing, in those of the first pass; and round trips.
+    """Retransmissions until at most the budget is missing, as a multiple of the first pass; and their round trips.
 
-    Every round repeats all that is missing, so that p, p^2, ... remain. With a budget of 0, rounds go on until the last
-    of `chunks` chunks has arrived; how many that takes is a matter of chance, and its mean is returned.
+    Every round retransmits all missing chunks, so that p, p^2, ... remain. With a budget of 0, rounds continue until
+    the last of `chunks` chunks has arrived; the mean number of rounds is returned.
     """
     if budget >= p:
         return 0.0, 0.0
     if budget == 0.0:
-        # Only the copies that the engine sends of the last few would matter for bytes, and they are few.
+        # Ignores the extra copies that the engine sends of the last few chunks.
         return p / (1.0 - p), sum(round_probabilities(LinkModel(p=p, round_trip_s=1.0, chunk_s=1.0), chunks))
     rounds = math.ceil(math.log(budget) / math.log(p) - 1e-9) - 1
     return sum(p**j for j in range(1, rounds + 1)), float(rounds)

@@ -1,18 +1,18 @@
-"""Deadlines for a backward that ends layer by layer: who reaches which layer, and how a total time is best divided.
+"""Theory of layer-wise deadlines for the backward: which ranks reach which layer, and the best deadline of each step.
 
 All of this is derived here, in the setting of SALF and ADEL-FL. A rank computes gradients from the last layer
-backwards. A layer takes it a random time, exponential with a mean of its own, so that the number of layers that it has
-done at a deadline T is Poisson with mean T / layer_s. Layers are counted from the end: layer 1 is the last of the
-model, whose gradient comes first. At the deadline the gradients of a layer are averaged over those ranks that have
-reached it, and divided by 1 - missed, where `missed` is the chance that nobody has; a layer that nobody has reached
-stays as it is. That estimate has no bias. With N ranks there, a gradient g and a variance s^2 of each rank's, its
+backwards. Each layer takes an exponential time with the rank's own mean, so that the number of layers completed at a
+deadline T is Poisson with mean T / layer_s. Layers are counted from the end: layer 1 is the last of the model, whose
+gradient is computed first. At the deadline, the gradients of a layer are averaged over the ranks that have reached it,
+and divided by 1 - missed, where `missed` is the probability that no rank has; a layer that no rank has reached is not
+updated. This estimate is unbiased. If N ranks have reached a layer, with gradient g and variance s^2 per rank, its
 second moment is
 
     E |estimate|^2 = |g|^2 / (1 - missed) + s^2 E[1/N; N > 0] / (1 - missed)^2.
 
 A step of SGD with it on a smooth, strongly convex function changes the gap to the minimum as `Descent` says: it
 shrinks by less the more often the first layer of the model is missed, and noise adds more the fewer ranks are in the
-mean. Real losses are not convex: what comes out is a plan, not a promise.
+mean. Real losses are not convex: the result is a plan, not a guarantee.
 """
 
 import math
@@ -30,12 +30,12 @@ _CONVERGED = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """How fast the ranks' backwards are."""
+    """Speed of the ranks' backward."""
 
     layers: int
-    """Layers of the model, each of which takes a rank as long on average."""
+    """Number of layers of the model; all take a rank equally long on average."""
     layer_s: tuple[float, ...]
-    """Mean seconds that a layer takes, for each rank."""
+    """Mean seconds per layer, for each rank."""
 
     def __post_init__(self) -> None:
         check_count("layers", self.layers)
@@ -45,9 +45,9 @@ class Backward:
 
 @dataclass(frozen=True, kw_only=True)
 class Descent:
-    """A bound of SGD's progress, in numbers without units.
+    """Bound on the progress of SGD, in dimensionless numbers.
 
-    In step t, at a learning rate r times the full one, the gap to the minimum becomes
+    In step t, at r times the full learning rate, the gap to the minimum becomes
 
         gap (1 - contraction r (1 - curvature r / (1 - missed))) + noise r^2 inflation,
 
@@ -58,11 +58,11 @@ class Descent:
     """
 
     contraction: float
-    """Fraction of the gap that a step of small rate takes away, in (0, 1]."""
+    """Fraction of the gap that a step removes at a small rate, in (0, 1]."""
     curvature: float = 0.1
-    """Learning rate as a part of the largest with which descent without noise converges, in [0, 1)."""
+    """Learning rate as a fraction of the largest at which noiseless descent converges, in [0, 1)."""
     floor: float = 0.01
-    """Gap at which noise holds a training in which nobody is late, as a part of the gap at the beginning."""
+    """Gap at which noise stops a training without stragglers, as a fraction of the initial gap."""
 
     def __post_init__(self) -> None:
         check(0.0 < self.contraction <= 1.0, "contraction", "lie in (0, 1]", self.contraction)
@@ -71,12 +71,12 @@ class Descent:
 
     @property
     def noise(self) -> float:
-        """What noise adds to the gap in a step at the full rate, as a part of the gap at the beginning."""
+        """Increase of the gap by noise in a step at the full rate, as a fraction of the initial gap."""
         return self.floor * self.contraction * (1.0 - self.curvature)
 
 
 def layer_probabilities(layers: int, deadline_s: float, layer_s: float) -> list[float]:
-    """Chance that a rank has the gradients of each layer at a deadline, the last layer of the model first.
+    """Probability that a rank has the gradients of each layer at a deadline, the last layer of the model first.
 
     P(Poisson(deadline_s / layer_s) >= k) for k = 1, 2, ... Exact for exponential times; derived here.
     """
@@ -85,7 +85,7 @@ def layer_probabilities(layers: int, deadline_s: float, layer_s: float) -> list[
     check(0.0 < layer_s < math.inf, "layer_s", "be finite and above 0", layer_s)
     mean = deadline_s / layer_s
     found = []
-    # The shorter of both sums, so that small chances have no error of cancellation.
+    # Use the shorter of both sums, so that small probabilities suffer no cancellation.
     for k in range(1, layers + 1):
         if mean == 0.0:
             found.append(0.0)
@@ -103,22 +103,22 @@ def layer_probabilities(layers: int, deadline_s: float, layer_s: float) -> list[
 
 
 def layers_missed(backward: Backward, deadline_s: float) -> list[float]:
-    """Chance that nobody has reached each layer at a deadline, the last layer of the model first. Exact."""
+    """Probability that no rank has reached each layer at a deadline, the last layer of the model first. Exact."""
     return [1.0 - there for there, _ in _moments(backward, deadline_s)]
 
 
 def layers_inflation(backward: Backward, deadline_s: float) -> list[float]:
     """Factor by which the deadline raises the variance of each layer's averaged gradient; the last layer first.
 
-    n E[1/N; N > 0] / (1 - missed)^2, for n ranks with gradients of equal variance: exact; derived here. What the
-    gradient itself adds by being there or not, |g|^2 missed / (1 - missed), is not in it. Without time it is infinite.
+    n E[1/N; N > 0] / (1 - missed)^2, for n ranks with gradients of equal variance: exact; derived here. It excludes the
+    contribution of the mean gradient, |g|^2 missed / (1 - missed). Infinite at a deadline of 0.
     """
     n = len(backward.layer_s)
     return [n * inverse / there**2 if there else math.inf for there, inverse in _moments(backward, deadline_s)]
 
 
 def least_deadline(backward: Backward, missed: float = 0.9) -> float:
-    """Shortest deadline at which nobody reaches the first layer of the model with at most this chance."""
+    """Shortest deadline at which the probability that no rank reaches the model's first layer is at most `missed`."""
     check(0.0 < missed < 1.0, "missed", "lie in (0, 1)", missed)
     low, high = 0.0, min(backward.layer_s)
     while layers_missed(backward, high)[-1] > missed:
@@ -132,13 +132,13 @@ def least_deadline(backward: Backward, missed: float = 0.9) -> float:
 def deadlines_bound(
     backward: Backward, descent: Descent, deadlines_s: Sequence[float], rates: Sequence[float] | None = None
 ) -> float:
-    """Bound of the gap after steps with these deadlines, as a part of the gap at the beginning; see `Descent`.
+    """Bound on the gap after steps with these deadlines, as a fraction of the initial gap; see `Descent`.
 
     Args:
-        backward: How fast ranks are.
-        descent: The bound of a step.
+        backward: Speed of the ranks.
+        descent: The bound on a step.
         deadlines_s: Deadline of each step.
-        rates: Learning rate of each step as a part of the full one; None is the full one always.
+        rates: Learning rate of each step as a fraction of the full one; None is always the full one.
     """
     known: dict[float, tuple[float, float]] = {}
     for each in deadlines_s:
@@ -152,24 +152,24 @@ def best_deadlines(
 ) -> list[float]:
     """Deadlines with the least `deadlines_bound` whose sum is the total time.
 
-    At the best ones a second is worth as much in every step, unless a step has the `least_deadline`, below which the
-    chance to miss a layer is too large to be made up for. Found by giving more of the time to steps where a second is
-    worth more, again and again. More than some hundred steps are planned as that many, and the plan is stretched.
+    At the optimum, the marginal value of a second is equal in all steps, except those at the `least_deadline`, below
+    which too many layers are missed. Found by repeatedly moving time to steps where it is worth more. More than some
+    hundred steps are planned as that many, and the plan is interpolated.
 
-    With a constant rate, late steps get more time: their noise is not forgotten before the end. With a rate that falls
-    as 1/t, which makes all steps weigh alike at the end, a constant deadline is nearly the best.
+    With a constant rate, late steps get more time, because their noise does not decay before the end. With a rate that
+    falls as 1/t, which gives all steps the same weight at the end, a constant deadline is nearly optimal.
 
     Args:
-        backward: How fast ranks are.
-        descent: The bound of a step.
+        backward: Speed of the ranks.
+        descent: The bound on a step.
         steps: Number of steps.
         total_s: Sum of the deadlines.
-        rates: Learning rate of each step as a part of the full one; None is the full one always.
+        rates: Learning rate of each step as a fraction of the full one; None is always the full one.
     """
     check_count("steps", steps)
     factors = _checked(rates, steps)
     least_s = least_deadline(backward)
-    words = f"be finite and at least {steps * least_s:.4g} for {steps} steps, or layers are hardly ever reached"
+    words = f"be finite and at least {steps * least_s:.4g} for {steps} steps, or layers are almost never reached"
     check(steps * least_s <= total_s < math.inf, "total_s", words, total_s)
     count = min(steps, _MOST_PLANNED)
     each = steps / count
@@ -185,16 +185,16 @@ def best_deadlines(
 
 
 def _moments(backward: Backward, deadline_s: float) -> list[tuple[float, float]]:
-    """Returns, for each layer, the chance that somebody has reached it, and E[1/N; N > 0] of those who have."""
+    """Returns for each layer the probability that any rank has reached it, and E[1/N; N > 0] of these ranks."""
     n = len(backward.layer_s)
     if len(set(backward.layer_s)) == 1:
         chances = layer_probabilities(backward.layers, deadline_s, backward.layer_s[0])
-        return [(_somebody([chance] * n), _inverse_of_equal(chance, n)) for chance in chances]
+        return [(_any_rank([chance] * n), _inverse_of_equal(chance, n)) for chance in chances]
     ranks = [layer_probabilities(backward.layers, deadline_s, each) for each in backward.layer_s]
-    return [(_somebody(chances), _inverse(chances)) for chances in zip(*ranks, strict=True)]
+    return [(_any_rank(chances), _inverse(chances)) for chances in zip(*ranks, strict=True)]
 
 
-def _somebody(chances: Sequence[float]) -> float:
+def _any_rank(chances: Sequence[float]) -> float:
     if max(chances) >= 1.0:
         return 1.0
     return -math.expm1(sum(math.log1p(-each) for each in chances))
@@ -210,7 +210,7 @@ def _inverse_of_equal(chance: float, n: int) -> float:
 
 
 def _inverse(chances: Sequence[float]) -> float:
-    """Returns E[1/N; N > 0], where N counts events of different chances."""
+    """Returns E[1/N; N > 0], where N counts events of different probabilities."""
     counts = [1.0]
     for chance in chances:
         missing = [(1.0 - chance) * each for each in counts]
@@ -234,7 +234,7 @@ def _shrink(descent: Descent, rate: float, stretch: float) -> float:
 
 
 def _gaps(descent: Descent, costs: Sequence[tuple[float, float]], rates: Sequence[float]) -> list[float]:
-    """Returns the gap before each step, and at the end."""
+    """Returns the gap before each step and at the end."""
     gaps = [1.0]
     for (stretch, inflation), rate in zip(costs, rates, strict=True):
         gaps.append(_shrink(descent, rate, stretch) * gaps[-1] + descent.noise * rate**2 * inflation)
@@ -253,7 +253,7 @@ def _checked(rates: Sequence[float] | None, steps: int) -> Sequence[float]:
 
 
 class _Table:
-    """The costs of a step between a shortest and a longest deadline, and their slopes; quick to ask."""
+    """Lookup table of the costs of a step and their slopes, between a shortest and a longest deadline."""
 
     def __init__(self, backward: Backward, low_s: float, high_s: float) -> None:
         self._low, self._apart = math.log(low_s), max(math.log(high_s / low_s), 1e-9) / (_KNOTS - 1)
@@ -266,9 +266,9 @@ class _Table:
 
     def lookup(self, deadline_s: float) -> tuple[float, float, float, float]:
         """Returns stretch and inflation at a deadline, and the derivative of each."""
-        place = min(max((math.log(deadline_s) - self._low) / self._apart, 0.0), _KNOTS - 1.0)
-        first = min(int(place), _KNOTS - 2)
-        part = place - first
+        position = min(max((math.log(deadline_s) - self._low) / self._apart, 0.0), _KNOTS - 1.0)
+        first = min(int(position), _KNOTS - 2)
+        part = position - first
         stretch, inflation, *slopes = (
             (1.0 - part) * a + part * b for a, b in zip(self._rows[first], self._rows[first + 1], strict=True)
         )
@@ -286,10 +286,10 @@ def _planned(
         return found
     table = _Table(backward, least_s, longest_s)
     bound, worth = _worth(table, descent, found, rates)
-    # Costs fall about as a power of the deadline, at most that of the number of layers: this is Newton's step.
+    # Costs fall about like a power of the deadline, at most the number of layers: this is Newton's step.
     power = 1.0 / (backward.layers + 1)
     for _ in range(_MOST_ROUNDS):
-        # Where a second is worth nothing, as nobody is late, time stays where it is.
+        # Where a second is worth nothing, because no rank is late, time is not moved.
         tiny = 1e-12 * bound / total_s
         moved = [each * max(value, tiny) ** power for each, value in zip(found, worth, strict=True)]
         moved = _fitted(moved, least_s, total_s)
@@ -309,12 +309,12 @@ def _planned(
 def _worth(
     table: _Table, descent: Descent, deadlines_s: Sequence[float], rates: Sequence[float]
 ) -> tuple[float, list[float]]:
-    """Returns the bound, and by how much a second more in each step lowers it."""
-    asked = [table.lookup(each) for each in deadlines_s]
-    gaps = _gaps(descent, [(stretch, inflation) for stretch, inflation, *_ in asked], rates)
-    worth, left = [], 1.0  # what is left at the end of what a step adds
+    """Returns the bound, and its decrease per additional second in each step."""
+    costs = [table.lookup(each) for each in deadlines_s]
+    gaps = _gaps(descent, [(stretch, inflation) for stretch, inflation, *_ in costs], rates)
+    worth, left = [], 1.0  # fraction of a step's increase that remains at the end
     for (stretch, _, stretch_slope, inflation_slope), gap, rate in zip(
-        reversed(asked), reversed(gaps[:-1]), reversed(rates), strict=True
+        reversed(costs), reversed(gaps[:-1]), reversed(rates), strict=True
     ):
         shrink_slope = descent.contraction * descent.curvature * rate**2 * stretch_slope
         worth.append(-left * (shrink_slope * gap + descent.noise * rate**2 * inflation_slope))
@@ -323,7 +323,7 @@ def _worth(
 
 
 def _fitted(weights: Sequence[float], least_s: float, total_s: float) -> list[float]:
-    """Returns deadlines in proportion to weights, none below the least, whose sum is the total."""
+    """Returns deadlines proportional to weights, each at least `least_s`, with sum `total_s`."""
     low, high = 0.0, total_s / max(weights)
     for _ in range(100):
         middle = (low + high) / 2.0

@@ -1,4 +1,4 @@
-"""Results of all formulas for one loss and one number of ranks."""
+"""Prediction: all formulas of the theory, for one loss and one number of ranks."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,10 +12,10 @@ from stormtorch.theory.lag import fetched, lag_probability, lag_variance, larges
 
 
 class Kind(StrEnum):
-    """Degree to which a predicted number can be trusted."""
+    """How far a predicted number can be trusted."""
 
     EXACT = "exact"
-    """True under the assumptions of the formula; a simulation under these assumptions gives the same."""
+    """Exact under the assumptions of the formula; a simulation under them gives the same."""
     PUBLISHED = "published"
     """Stated by a paper; shown for comparison."""
     BOUND = "bound"
@@ -31,13 +31,13 @@ class Prediction:
     n: int
     """Number of ranks."""
     p: float
-    """Fraction of the chunks that is lost."""
+    """Fraction of lost chunks."""
     max_lag: int | None
     """Age at which a copy is fetched exactly; None fetches none."""
     steps: int
-    """Steps without loss, to compare with those under loss."""
+    """Steps without loss, the reference for those under loss."""
     chunks: int
-    """Number of datagrams that the model fills."""
+    """Number of chunks of the model."""
 
     mean_lag: float
     """Mean age of copies, in steps."""
@@ -50,7 +50,7 @@ class Prediction:
     fetched: float
     """Fraction of the copies that are fetched exactly in each step because of `max_lag`."""
     lead: float
-    """Lead that makes replicas right on average, in updates."""
+    """Lead at which replicas are unbiased, in updates."""
 
     pair_drift: float
     """Drift between two replicas for updates with mean zero."""
@@ -76,14 +76,14 @@ class Prediction:
     variance_inflation: float
     """Variance of the mean of the gradients that arrived, relative to that of all gradients."""
     owner_overweight: float
-    """Fraction by which an owner's own gradient counts too much."""
+    """Fraction by which an owner's own gradient is overweighted."""
     horvitz_thompson_inflation: float
-    """`variance_inflation` of the estimate that weighs all ranks alike, for gradients with mean zero."""
+    """`variance_inflation` of the estimate that weights all ranks equally, for gradients with mean zero."""
     horvitz_thompson_by_mean: float
     """Factor of the squared mean over the variance of a gradient in that inflation."""
 
     a1: float
-    """Part of the differences between models that one round of model averaging leaves."""
+    """Fraction of the differences between models that remains after one round of model averaging."""
     a2: float
     """Disturbance of the mean over the models in one round of model averaging."""
     rate_factor: float
@@ -92,11 +92,11 @@ class Prediction:
     """`rate_factor` / sqrt(n steps)."""
 
     plain_steps: float
-    """Steps of bounded drift without a lead that reach as far as `steps` without loss."""
+    """Steps of bounded drift without a lead for the progress of `steps` without loss."""
     lead_steps: float
-    """Steps of bounded drift with the lead that reach as far."""
+    """Steps of bounded drift with the lead for the same progress."""
     averaging_steps: float
-    """Steps of model averaging that reach as far."""
+    """Steps of model averaging for the same progress."""
 
 
 _LESS_THAN_EXACT = {
@@ -116,7 +116,7 @@ KINDS = {
 
 
 def predict(n: int, p: float, max_lag: int | None = None, *, steps: int = 1000, chunks: int = 10_000) -> Prediction:
-    """Evaluate all formulas for n ranks that lose the fraction p; a `ValueError` names an argument without sense."""
+    """Evaluate all formulas for n ranks with loss p; a `ValueError` names an invalid argument."""
     check_count("n", n)
     check_loss(p)
     check_max_lag(max_lag)

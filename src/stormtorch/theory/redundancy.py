@@ -1,9 +1,9 @@
-"""Redundancy: parity chunks beside the chunks of a message, and what is still lost where they are not enough.
+"""Theory of forward error correction: parity chunks of a message, and the loss that remains in spite of them.
 
-A message is cut as in the engine (`engine/coding/coding.hpp`): into stretches of at most 512 chunks, and a stretch
-into up to four blocks of at most 128, whose chunks take turns, so that a burst of losses hits all of them a little.
-The parity of a stretch follows its last chunk. Every block of k data chunks has m of parity, by a maximum-distance-
-separable code: any k of them give back the block, and if fewer arrive, those data chunks count that came themselves.
+A message is divided as in the engine (`engine/coding/coding.hpp`): into stretches of at most 512 chunks, and a stretch
+into up to four interleaved blocks of at most 128 chunks, which spreads a burst of losses over all of them. The parity
+of a stretch follows its last chunk. Every block of k data chunks has m parity chunks of a maximum-distance-separable
+code: any k of them decode the block; with fewer, only the data chunks that arrived count.
 """
 
 import functools
@@ -14,16 +14,16 @@ from stormtorch.checks import check
 from stormtorch.theory.arguments import check_count, check_loss
 
 MOST_IN_BLOCK = 255
-"""Chunks of a block, data and parity together: as many as a code over bytes has places for."""
+"""Most chunks of a block, data and parity together: the limit of a code over bytes."""
 BLOCK_CHUNKS = 128
 """Most data chunks of a block."""
 STRETCH_BLOCKS = 4
 """Most blocks of a stretch."""
 RESIDUAL = 0.05
-"""Loss that "auto" redundancy leaves: a training hardly notices that much."""
+"""Residual loss that "auto" redundancy aims for: it hardly affects a training."""
 SHARE = 0.55
-"""Bytes, in those of float32 without parity, that "auto" redundancy does not exceed."""
-# What a division leaves above a whole number is not another chunk; the engine has the same.
+"""Most bytes of "auto" redundancy, as a fraction of float32 without parity."""
+# Tolerance for rounding errors before `ceil`; the engine uses the same.
 _HAIR = 1e-9
 
 
@@ -43,21 +43,21 @@ def block_parity(redundancy: float, size: int) -> int:
 
 
 def parity_of(redundancy: float, data: int) -> int:
-    """Parity chunks of a message of `data` chunks at a redundancy, which is parity per data."""
+    """Parity chunks of a message of `data` chunks; `redundancy` is parity chunks per data chunk."""
     return sum(len(blocks) * block_parity(redundancy, blocks[0]) for blocks in stretches_of(data))
 
 
 def residual_loss(p: float, data: int, redundancy: float, burst: float = 1.0) -> float:
-    """Fraction of the data chunks of a message that stays lost although parity was sent with it.
+    """Fraction of the data chunks of a message that remains lost after decoding.
 
-    Exact for independent loss; derived here: in a block of k data and m parity chunks, a chunk stays lost if it is lost
-    itself and fewer than k of the k + m - 1 others arrive. Bursts are those of a Gilbert-Elliott link; exact too, where
+    Exact for independent loss; derived here: in a block of k data and m parity chunks, a chunk remains lost if it is
+    lost itself and fewer than k of the k + m - 1 others arrive. Bursts follow the Gilbert-Elliott model; also exact if
     the blocks of a stretch are equally long.
 
     Args:
-        p: Chance that a chunk is lost.
+        p: Probability that a chunk is lost.
         data: Data chunks of the message.
-        redundancy: Parity chunks for each of them.
+        redundancy: Parity chunks per data chunk.
         burst: Mean number of chunks lost in a row; 1 is independent loss.
     """
     check_loss(p)
@@ -66,19 +66,19 @@ def residual_loss(p: float, data: int, redundancy: float, burst: float = 1.0) ->
     lost = 0.0
     for blocks in stretches_of(data):
         m = block_parity(redundancy, blocks[0])
-        # A block sees every n-th chunk of the link, so the memory between two of its chunks fades as often.
+        # A block has every n-th chunk of the link, so the memory between two of its chunks decays n times.
         memory = 0.0 if burst == 1.0 else (1.0 - 1.0 / (burst * (1.0 - p))) ** len(blocks)
         lost += sum(k * (_block_loss(p, k, m, memory) if m else p) for k in blocks)
     return lost / data
 
 
 def most_redundancy(data: int, compression_ratio: float, share: float = SHARE) -> float:
-    """Parity for each data chunk that a narrow wire pays for: with it, a message takes `share` of float32's bytes.
+    """Parity per data chunk that fits into the bytes saved by a narrow wire: `share` of float32 in total.
 
     Args:
         data: Data chunks of the message.
         compression_ratio: Bytes of float32 over those of the wire.
-        share: Bytes that may be sent, in those of float32.
+        share: Bytes that may be sent, as a fraction of float32.
     """
     allowed = max(share * compression_ratio - 1.0, 0.0)
     k = stretches_of(data)[0][0]
@@ -91,9 +91,9 @@ def most_redundancy(data: int, compression_ratio: float, share: float = SHARE) -
 
 @functools.lru_cache(maxsize=4096)
 def least_redundancy(p: float, data: int, most: float, target: float = RESIDUAL) -> float:
-    """Least parity for each data chunk that leaves a loss of at most `target`; `most`, if not even that does.
+    """Least parity per data chunk with a residual loss of at most `target`; `most` if that is not enough.
 
-    For independent loss.
+    Assumes independent loss.
     """
     check(most >= 0.0, "most", "be at least 0", most)
     if p <= target or most == 0.0:
@@ -113,7 +113,7 @@ def least_redundancy(p: float, data: int, most: float, target: float = RESIDUAL)
 
 @functools.lru_cache(maxsize=65536)
 def _block_loss(p: float, k: int, m: int, memory: float) -> float:
-    """Fraction of a block's k data chunks that stays lost; `memory` is the correlation of neighbouring losses."""
+    """Fraction of a block's k data chunks that remains lost; `memory` is the correlation of neighbouring losses."""
     if p == 0.0:
         return 0.0
     if memory == 0.0:
@@ -121,7 +121,7 @@ def _block_loss(p: float, k: int, m: int, memory: float) -> float:
     data, parity = _arrivals(p, k, memory, started=None), [_arrivals(p, m, memory, started=bad) for bad in (0, 1)]
     lost = 0.0
     for state in (0, 1):
-        # Chance that fewer parity chunks arrive than data chunks are missing, by how many are.
+        # Probability that fewer parity chunks arrive than data chunks are missing, by the number missing.
         below, total = [0.0], 0.0
         for arrived in range(m + 1):
             total += parity[state][0][arrived] + parity[state][1][arrived]
@@ -133,7 +133,7 @@ def _block_loss(p: float, k: int, m: int, memory: float) -> float:
 
 
 def _at_most(most: int, tries: int, chance: float) -> float:
-    """Chance of at most `most` successes."""
+    """Probability of at most `most` successes."""
     if most >= tries:
         return 1.0
     terms = (
@@ -145,10 +145,10 @@ def _at_most(most: int, tries: int, chance: float) -> float:
 
 
 def _arrivals(p: float, chunks: int, memory: float, *, started: int | None) -> tuple[list[float], list[float]]:
-    """Chances of each number of arrivals, apart by whether the link is good or bad (1) at the last chunk.
+    """Probabilities of each number of arrivals, separately for the good (0) and bad (1) state at the last chunk.
 
     Args:
-        p: Chance of the bad state.
+        p: Probability of the bad state.
         chunks: Number of chunks.
         memory: Correlation of the states at two neighbouring chunks.
         started: State at the chunk before the first; None is any.
@@ -157,7 +157,8 @@ def _arrivals(p: float, chunks: int, memory: float, *, started: int | None) -> t
     chance_bad = p if started is None else float(started)
     good, bad = [1.0 - chance_bad] + [0.0] * chunks, [chance_bad] + [0.0] * chunks
     for number in range(chunks):
-        # Where `started` is None, the first chunk finds the link as it is; otherwise it moves on before each chunk.
+        # If `started` is None, the first chunk has the stationary state; otherwise there is a transition before each
+        # chunk.
         if number or started is not None:
             good, bad = (
                 [g * (1.0 - enter_bad) + b * (1.0 - stay_bad) for g, b in zip(good, bad, strict=True)],

@@ -1,12 +1,12 @@
-"""The time of a step where ranks own shards of different sizes, and the shares that make it shortest.
+"""Model of a step with shards of different sizes, and the partition with the shortest step.
 
-A step has two stages, one after the other: nobody steps before all gradients are averaged. A rank that owns the share
-x of S bytes, among n ranks, sends (1-x) S of gradients and receives (n-1) x S in the first stage. In the second one it
-runs the optimizer on its share, sends (n-1) x S of parameters and receives (1-x) S.
+A step has two stages, one after the other: the optimizer starts once all gradients are averaged. Among n ranks, a rank
+that owns the share x of S bytes sends (1-x) S of gradients and receives (n-1) x S in the first stage. In the second one
+it runs the optimizer on its share, sends (n-1) x S of parameters and receives (1-x) S.
 
-So a large share costs the way in at first and the way out later, and a small one the other way around. On a line that
-carries as much out as in, and both at once, the equal share 1/n is best, however thin the line is. A smaller one pays
-where one direction is thinner than the other, where both share one medium (Wi-Fi), and where the processor is slow.
+So a large share loads the inbound direction first and the outbound one later; a small one does the opposite. On a
+symmetric full-duplex link the equal share 1/n is best, however slow the link is. A smaller one pays on an asymmetric
+link, on a shared medium (Wi-Fi), and on a slow processor.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from dataclasses import dataclass
 from stormtorch.checks import check
 
 _TURNS = 48
-# Searches end at such a part of the result; shares may use as much more time, to stay as equal as they can.
+# Relative tolerance of the searches; shares may use as much extra time, to stay as equal as possible.
 _SLACK = 1e-3
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class HostSpeed:
-    """Speed of one rank's line and processor."""
+    """Speed of one rank's link and processor."""
 
     up: float = math.inf
-    """Bytes per second that its line carries out."""
+    """Outbound bytes per second of its link."""
     down: float = math.inf
-    """Bytes per second that its line carries in."""
+    """Inbound bytes per second of its link."""
     both: float = math.inf
-    """Bytes per second that its line carries out and in together: `up` + `down`, or less on a shared medium."""
+    """Bytes per second in both directions together: `up` + `down`, or less on a shared medium."""
     step_s: float = 0.0
     """Seconds that its processor would need to run the optimizer on all parameters."""
 
@@ -44,14 +44,14 @@ class HostSpeed:
 
 @dataclass(frozen=True, slots=True)
 class ShardTimes:
-    """What a step takes with given speeds, without loss and headers, as a function of the shares."""
+    """Time of a step for given speeds as a function of the shares, without loss and headers."""
 
     speeds: Sequence[HostSpeed]
     size_bytes: float
-    """Bytes of all parameters, as they travel."""
+    """Bytes of all parameters on the wire."""
     followers: float = 0.0
-    """Further copies of its share that an owner sends in the second stage: the gradient for its standby is one. It
-    receives as many of another owner's, whose share is taken as an equal one."""
+    """Additional copies of its share that an owner sends in the second stage, such as the gradient for its standby. It
+    receives as many from another owner, assumed to own an equal share."""
 
     def __post_init__(self) -> None:
         check(len(self.speeds) >= 1, "speeds", "have at least one rank", len(self.speeds))
@@ -65,7 +65,7 @@ class ShardTimes:
         return max(out / speed.up, into / speed.down, (out + into) / speed.both)
 
     def parameters_s(self, rank: int, share: float) -> float:
-        """Seconds of the second stage at one rank, with the optimizer's."""
+        """Seconds of the second stage at one rank, including its optimizer."""
         speed, copies = self.speeds[rank], len(self.speeds) - 1 + self.followers
         out, into = copies * share * self.size_bytes, (1.0 - share + self._followed) * self.size_bytes
         steps_s = speed.step_s * share
@@ -82,10 +82,10 @@ class ShardTimes:
         return max(self.gradients_s(k, shares[k]) for k in ranks) + max(self.parameters_s(k, shares[k]) for k in ranks)
 
     def best(self) -> list[float]:
-        """Returns the shares for which `step_s` is shortest; of several, the most equal ones.
+        """Returns the shares with the shortest `step_s`; of several, the most equal ones.
 
-        If the stages may take A and B seconds, a rank's share must lie in an interval, which grows with both. The least
-        B for a given A is found by bisection, and A by a search of the minimum of A + B, which is convex in A.
+        If the stages may take A and B seconds, a rank's share lies in an interval that grows with both. The least B for
+        a given A is found by bisection, and A by golden-section search for the minimum of A + B, which is convex in A.
         """
         ranks = len(self.speeds)
         equal = [1.0 / ranks] * ranks
@@ -113,7 +113,7 @@ class ShardTimes:
 
     @staticmethod
     def _least(fits: object, most_s: float) -> float:
-        """Returns the least time that fits; `most_s` does, but for rounding."""
+        """Returns the least time that fits; `most_s` fits, up to rounding."""
         assert callable(fits)
         low, high = 0.0, most_s
         for _ in range(_TURNS):
@@ -124,7 +124,7 @@ class ShardTimes:
         return high
 
     def _interval(self, rank: int, first_s: float, second_s: float) -> tuple[float, float]:
-        """Returns the least and the largest share with which a rank ends its stages within these times."""
+        """Returns the least and the largest share with which a rank completes its stages within these times."""
         speed, n, size = self.speeds[rank], len(self.speeds), self.size_bytes
         copies = n - 1 + self.followers
         low = max(0.0, 1.0 - first_s * speed.up / size, 1.0 + self._followed - second_s * speed.down / size)
@@ -156,7 +156,7 @@ class ShardTimes:
 
 
 def _over(time_s: float, per_share_s: float) -> float:
-    """Returns the share that takes so long, if all takes `per_share_s`."""
+    """Returns the share that takes `time_s`, if the whole takes `per_share_s`."""
     if per_share_s <= 0.0:
         return math.inf if time_s >= 0.0 else -math.inf
     return time_s / per_share_s

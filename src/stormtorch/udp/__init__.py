@@ -1,4 +1,4 @@
-"""The transport over UDP: what ranks publish of themselves, addresses, liveness, shared memory, shutdown.
+"""Transport over UDP: published cards, addresses, NAT traversal, liveness, shared memory, shutdown.
 
-Used by `joining`, which makes transports; others know only the seam in `stormtorch.exchange`. Begin with `udp.py`.
+`joining` makes the transports. Other packages use only the interface in `stormtorch.exchange`. Begin with `udp.py`.
 """

@@ -1,9 +1,9 @@
-"""Ranks behind routers that translate addresses (NAT): each tells in the store where it sees the others.
+"""NAT traversal: each rank publishes in the store the addresses at which it observes the others.
 
-A rank that others reach learns the address of a rank behind a router from its datagrams, and writes it into the store.
-Two ranks behind two routers read there where the other is seen, and both send to that address: what one sends opens the
-way for what the other sends. The engine moves to an address only when it answers (engine/paths/routes.hpp), so that
-nothing in the store is believed.
+A reachable rank learns the external address of a rank behind a router from its datagrams, and writes it into the store.
+Two ranks behind two routers read each other's address there, and both send to it: the datagrams of one open the other's
+router (hole punching). The engine moves to an address only after it has answered a challenge
+(engine/paths/routes.hpp), so nothing in the store has to be trusted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PRIVATE = [
     ipaddress.ip_network(each)
     for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 ]
-# Ranks whose addresses agree in so many bits are taken for neighbours.
+# Ranks whose addresses share this many leading bits count as one network.
 _NEIGHBOUR_BITS = {4: 16, 6: 64}
 _EVERY_S = 0.5
 _FIRST_EVERY_S = 0.02
@@ -36,13 +36,11 @@ _watchers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _ending = threading.Event()
 
 ObservedAddresses = dict[int, dict[int, list[Address]]]
-"""By observer and rank seen: addresses by lane."""
+"""Addresses by observing rank, observed rank and lane."""
 
 
 def behind_nat(cards: Iterable[Card]) -> bool:
-    """Whether routers may translate addresses between ranks: someone says so, or has a private address while others are
-    in another network.
-    """
+    """Whether there may be NAT between ranks: `nat` says so, or networks differ and some address is private."""
     cards = list(cards)
     said = {card.nat for card in cards}
     if said & {1, -1}:
@@ -53,7 +51,7 @@ def behind_nat(cards: Iterable[Card]) -> bool:
 
 
 class AddressBook:
-    """Where one transport's peers are, as it and other ranks see them."""
+    """Known addresses of one transport's peers, as observed by this rank and by others."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = weakref.ref(transport)
@@ -68,24 +66,24 @@ class AddressBook:
         self._over = threading.Event()
         for peer, card in transport.cards.items():
             if peer != self._rank:
-                transport.endpoint.offer(peer, transport.ports_of(card))  # asks for an answer
+                transport.endpoint.offer(peer, transport.ports_of(card))  # sends a challenge
 
     def watch(self) -> None:
-        """Goes on looking, in a thread, until the transport is closed or gone."""
+        """Starts a thread that calls `look` until the transport is closed or collected."""
         watcher = threading.Thread(target=self._watch, name="whereabouts", daemon=True)
         _watchers.add(watcher)
         watcher.start()
 
     def stop(self) -> None:
-        """Looks no longer: whoever serves the store may leave before this rank."""
+        """Stops the thread: the rank that serves the store may leave before this one."""
         self._over.set()
 
     def wait_for_peers(self, peers: Sequence[int], timeout_s: float) -> None:
         """Waits until all peers answer.
 
         Raises:
-            Unreachable: Some do not within the timeout, and routers translate addresses. If none does, this rank goes
-                on: the first exchange will tell.
+            Unreachable: A peer does not answer within the timeout, and there is NAT. Without NAT this only logs a
+                warning: the first exchange with the peer then fails if it is down.
         """
         give_up_at = time.monotonic() + timeout_s
         while missing := [peer for peer in peers if not self._answers(peer)]:
@@ -98,20 +96,20 @@ class AddressBook:
             if transport is None:
                 return
             if not self._seen and not any(card.nat == 1 for card in transport.cards.values()):
-                _log.warning("rank %d: no answer of rank %d for %g s", self._rank, peer, timeout_s)
+                _log.warning("rank %d: no answer from rank %d for %g s", self._rank, peer, timeout_s)
                 return
             error = Unreachable(
-                f"rank {self._rank} and rank {peer} find no way to each other within {timeout_s:g} s: "
-                f"{self._describe(self._rank)}, {self._describe(peer)}. Routers that give every destination another port "
-                "(symmetric NAT) at both ends, or at one end if the other lets in only answers, cannot be passed: join "
-                "these hosts by a VPN, or give one of them a public address."
+                f"rank {self._rank} and rank {peer} cannot reach each other within {timeout_s:g} s: "
+                f"{self._describe(self._rank)}, {self._describe(peer)}. NAT traversal fails if both routers use "
+                "another port for each destination (symmetric NAT), or if one does and the other admits only replies: "
+                "connect these hosts by a VPN, or give one of them a public address."
             )
             error.culprit = peer
             raise error
         self.look()  # others may need to know at once where this rank sees them
 
     def look(self) -> None:
-        """Tells where this rank sees others, and tries where others see them."""
+        """Publishes the addresses that this rank observes, and challenges those that others have published."""
         transport = self._transport()
         if transport is None or transport.closed:
             return
@@ -153,9 +151,9 @@ class AddressBook:
                 seen[observer] = {
                     int(peer): [(str(host), int(port)) for host, port in lanes] for peer, lanes in observed.items()
                 }
-            # Whoever reaches the store may write anything.
+            # Any process that reaches the store may write anything there.
             except (ValueError, TypeError, AttributeError, RecursionError) as error:
-                _log.warning("rank %d: what rank %d tells in the store is nonsense: %s", self._rank, observer, error)
+                _log.warning("rank %d: malformed addresses from rank %d in the store: %s", self._rank, observer, error)
         return seen
 
     @staticmethod
@@ -164,7 +162,7 @@ class AddressBook:
             if lanes != [lane[peer][:2] for lane in transport.endpoint.routes()]:
                 transport.endpoint.offer(peer, lanes)
         except (ValueError, TypeError, IndexError) as error:
-            _log.warning("rank %d: an address of rank %d in the store is nonsense: %s", transport.rank, peer, error)
+            _log.warning("rank %d: malformed address of rank %d in the store: %s", transport.rank, peer, error)
 
     def _answers(self, peer: int) -> bool:
         transport = self._transport()
@@ -187,13 +185,13 @@ class AddressBook:
             try:
                 self.look()
             except RuntimeError as error:  # the store or the transport is gone
-                _log.info("rank %d: looks no longer where others see its peers: %s", self._rank, error)
+                _log.info("rank %d: stops watching the addresses in the store: %s", self._rank, error)
                 return
 
 
 @atexit.register
 def _end() -> None:
-    """Ends all watchers: a thread inside the engine must not meet an interpreter that is being taken down."""
+    """Ends all watchers: no thread may be inside the engine while the interpreter shuts down."""
     _ending.set()
     for watcher in list(_watchers):
         watcher.join(2 * _EVERY_S)

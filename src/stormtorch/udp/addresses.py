@@ -1,4 +1,4 @@
-"""Addresses of this machine: which one to bind, and towards whom; and addresses as people write them."""
+"""Network addresses: which local one to bind, how to parse "host:port", and the check for mixed IPv4 and IPv6."""
 
 import fcntl
 import ipaddress
@@ -11,7 +11,7 @@ Address = tuple[str, int]
 """Host and port."""
 _SIOCGIFADDR = 0x8915
 _TABLE = "/proc/net/if_inet6"
-# In it: the scope of one link, and flags (deprecated, tentative, found twice).
+# Its columns: scope (link-local), and flags (deprecated, tentative, duplicate address).
 _LINK, _DOUBTFUL = "20", 0x20 | 0x40 | 0x08
 
 
@@ -21,7 +21,7 @@ def addresses(text: str) -> list[Address]:
     for each in text.split(","):
         host, _, port = each.strip().rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) <= 0xFFFF:
-            raise ValueError(f'an address is "host:port", several are divided by commas, got {text!r}')
+            raise ValueError(f'addresses must be "host:port", separated by commas, got {text!r}')
         found.append((host.removeprefix("[").removesuffix("]"), int(port)))
     return found
 
@@ -50,7 +50,7 @@ def local_address(interface: str | None) -> str:
 
 
 def interface_mbit(host: str) -> int:
-    """Speed of the interface that has a numeric address, in Mbit/s; 0 if the kernel does not tell."""
+    """Speed in Mbit/s of the interface with this numeric address; 0 if the kernel does not report one."""
     for _, name in socket.if_nameindex():
         try:
             if local_address(name) == host:
@@ -66,7 +66,7 @@ def _address_towards(master: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing; the kernel only looks up the route
         host, *_, scope = probe.getsockname()
-        # Python leaves out the interface, without which nobody can send from or to a link-local address.
+        # Python omits the interface, but no socket can use a link-local address without it.
         return f"{host}%{socket.if_indextoname(scope)}" if family == socket.AF_INET6 and scope else str(host)
 
 
@@ -76,7 +76,7 @@ def _ipv6_of(interface: str) -> str | None:
             rows = [line.split() for line in table]
     except OSError:
         return None
-    # The kernel lists them in no order. One that it still tries, or keeps for old connections only, comes last.
+    # The kernel lists them in no order. Tentative and deprecated addresses sort last.
     found = [
         (scope == _LINK, int(flags, 16) & _DOUBTFUL, digits)
         for digits, _, _, scope, flags, name in rows
@@ -90,21 +90,22 @@ def _ipv6_of(interface: str) -> str | None:
 
 
 def from_here(host: str, own: str) -> str:
-    """A peer's numeric address, for a process at `own`: a link-local one is on the interface of this machine, whose
-    name may be another than on the peer's.
+    """A peer's numeric address, as a process at `own` must use it.
+
+    A link-local address names an interface, which may have another name on this machine than on the peer's.
     """
     (name, _, theirs), (_, _, ours) = host.partition("%"), own.partition("%")
     return f"{name}%{ours}" if theirs and ours else host
 
 
 def check_families(hosts: Mapping[int, str]) -> None:
-    """Raises a ValueError if some ranks have IPv4 addresses, and others IPv6 ones."""
+    """Raises ValueError if some ranks have IPv4 addresses and others IPv6."""
     six = [rank for rank, host in sorted(hosts.items()) if ":" in host]
     if not 0 < len(six) < len(hosts):
         return
     four = [rank for rank in sorted(hosts) if rank not in six]
     examples = [f"rank {ranks[0]} is at {hosts[ranks[0]]}" for ranks in (four, six)]
     raise ValueError(
-        f"{' and '.join(examples)}: no datagram goes from IPv4 to IPv6. Give all ranks addresses "
-        "of one kind, as `interface` in Options or as STORM_SOCKET_IFNAME; an interface that has both is used by IPv4"
+        f"{' and '.join(examples)}: IPv4 and IPv6 cannot reach each other. Give all ranks addresses "
+        "of one family, by `interface` in Options or STORM_SOCKET_IFNAME; an interface that has both is used by IPv4"
     )

@@ -1,4 +1,4 @@
-"""Cards that ranks publish about themselves in a store, and the settings that all ranks derive from them."""
+"""Rendezvous data: the card that each process publishes in the store, and the settings that ranks derive from all."""
 
 import hashlib
 import hmac
@@ -18,77 +18,77 @@ from stormtorch.exchange.lanes import lanes_for
 from stormtorch.exchange.options import MOST_LANES, MOST_PATHS
 
 _log = logging.getLogger("stormtorch")
-# Each peer's share of the receive buffer must hold a few datagrams: with many ranks, one large datagram would fill it.
+# Each peer's credit must hold a few datagrams: with many ranks, one large datagram would use it up.
 _DATAGRAMS_PER_CREDIT = 4
 _SMALLEST_DATAGRAM = 1472
-# On loopback a trip takes a wake-up or two, in which a core copies this much; elsewhere, assume 1 Gbit/s and 0.1 ms.
+# Bandwidth-delay product. On loopback a round trip is a wake-up or two; elsewhere, assume 1 Gbit/s and 0.1 ms.
 _LOOPBACK_TRIP_BYTES = 128 << 10
 _TRIP_BYTES = 16 << 10
 MOST_INCARNATIONS = 0xFFFFFFFF
-"""Highest number of a process: a rank that is restarted every second gets there in half a year at the least."""
+"""Highest incarnation. Even with a restart per second, a rank takes at least half a year to reach it."""
 _MOST_SLOTS = 256  # of a view
-# Processes in a row that may have taken a number and died before they published a card.
+# Consecutive incarnations that may have been taken by processes which died before they published a card.
 _MOST_UNPUBLISHED = 1024
-_MOST_NUMBER = 1 << 40  # of bytes, cores or Mbit/s: more is nonsense
+_MOST_NUMBER = 1 << 40  # of bytes, cores or Mbit/s: more is malformed
 MOST_BYTES = 400
 """Most bytes of a packed card."""
 ADVICE = "Start each rank once, with a fresh store or another `prefix`"
-"""What to do about a store that holds something else than the ranks have written."""
+"""End of errors about unexpected contents of the store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """One process of a rank: its address and its settings."""
+    """What one process of a rank publishes: its addresses and its settings."""
 
     host: str
     port: int
     datagram_bytes: int
     chosen: bool
-    """Whether the user chose that size; otherwise it follows from the interface."""
+    """Whether the user set `datagram_bytes`; otherwise it follows from the interface's MTU."""
     receive_buffer: int
     eager_bytes: int
     loopback: bool
     checks_data: bool
     nonce: str
-    """Random number that makes the keys of this process differ from all others."""
+    """Random number that makes this process's keys unique."""
     fingerprint: str
-    """Fingerprint of the job key, by which ranks notice that their keys differ."""
+    """Fingerprint of the job key; ranks compare it."""
     incarnation: int = 0
-    """Number of the process in its rank: 0 is the first, and each later one has a higher number."""
+    """Number of this process within its rank: 0 is the first, each later one is higher. Fences off older processes."""
     reception: int = 0
-    """TCP port at which this process receives others that want into the job; 0 if it receives none."""
+    """TCP port of this process for join requests; 0 if it serves none."""
     spare_ranks: int = 0
-    """Slots that this process would keep for such others."""
+    """Slots that this process would keep for late joins."""
     machine: str = ""
-    """Identity of the machine: ranks with the same one can share memory. Empty if it is not known."""
+    """Identity of the machine: ranks with the same one can share memory. Empty if unknown."""
     lanes: list[int] = field(default_factory=list)
     """Ports of lanes 1 and up; `port` is that of lane 0."""
     cores: int = 0
-    """Cores that this process may use; 0 if its user chose the number of lanes."""
+    """Cores that this process may use; 0 if the user set `lanes`."""
     interface_mbit: int = 0
-    """Speed of the interface in Mbit/s; 0 if it is not known."""
+    """Speed of the interface in Mbit/s; 0 if unknown."""
     nat: int = 0
-    """1 if its user says that routers translate addresses between the ranks, -1 if not; 0 decides by the addresses."""
+    """The option `nat`: 1 for True, -1 for False; 0 decides by the addresses."""
 
     paths: list[list[str | int]] = field(default_factory=list)
     """Host and port of each further interface; `host` and `port` are those of the first."""
 
     low: int = 0
-    """Port of the lane of low priority; 0 if there is none."""
+    """Port of the low-priority lane; 0 if there is none."""
 
     def more_paths(self) -> list[tuple[str, int]]:
         """Addresses of the further interfaces."""
         return [(str(host), int(port)) for host, port in self.paths]
 
     def ports(self, lanes: int, *, low: bool = False) -> list[tuple[str, int]]:
-        """Addresses of the first so many lanes and, if asked for, of that of low priority, if there is one."""
+        """Addresses of the first `lanes` lanes; `low` adds the low-priority lane if there is one."""
         ports = [*(self.port, *self.lanes)[:lanes], *[self.low] * (low and self.low > 0)]
         return [(self.host, port) for port in ports]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """Settings that are the same on every rank throughout the job. They follow from the first processes' cards."""
+    """Settings that every rank shares throughout the job, derived from the cards of the first processes."""
 
     datagram_bytes: int
     receive_buffer: int
@@ -98,17 +98,17 @@ class Agreement:
     spare_ranks: int
     """Slots beyond the ranks of the start."""
     lanes: int = 1
-    """Sockets and threads of each rank between which large messages are divided."""
+    """Sockets, with a thread each, among which a rank divides large messages."""
     low: bool = False
-    """Whether each rank has one more, for traffic of low priority."""
+    """Whether each rank has one more lane, for low-priority traffic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDescription:
-    """What a process must know of a job to take part in it, apart from the other processes' cards."""
+    """What a process must know about a job to take part, besides the other processes' cards."""
 
     cookie: bytes
-    """Random number of the job, which tells its datagrams from those of others."""
+    """Random number of the job; datagrams without it belong to another job."""
     agreement: Agreement
     prefix: str
     """Prefix of the job's keys in its store."""
@@ -119,17 +119,17 @@ class JobDescription:
 
     @property
     def id(self) -> str:
-        """Name of this run, the same on all its ranks and on no other run's; the cookie does not follow from it."""
+        """Unique name of this run, the same on all ranks. A hash: it does not reveal the cookie."""
         return hashlib.sha256(b"job" + self.cookie).hexdigest()[:12]
 
     @property
     def capacity(self) -> int:
-        """Number of slots: the ranks of the start and spare ones, as many as the ranks can agree about."""
+        """Number of slots: the ranks of the start plus spare ones, at most as many as a view holds."""
         return max(self.world, min(self.world + self.agreement.spare_ranks, _MOST_SLOTS))
 
 
 def agree(cards: Sequence[Card]) -> Agreement:
-    """Derives the agreement of a job from the first card of every rank."""
+    """Derives a job's common settings from the first card of every rank."""
     receive_buffer = min(card.receive_buffer for card in cards)
     datagram_bytes = min(card.datagram_bytes for card in cards)
     if not any(card.chosen for card in cards):
@@ -148,24 +148,24 @@ def agree(cards: Sequence[Card]) -> Agreement:
 
 
 def agree_low(cards: Sequence[Card]) -> bool:
-    """Derives whether the ranks of a job have a lane of low priority.
+    """Whether the ranks of a job have a low-priority lane.
 
     Raises:
-        ValueError: Some have one, and others do not.
+        ValueError: Only some of them have one.
     """
     without = [rank for rank, card in enumerate(cards) if not card.low]
     if 0 < len(without) < len(cards):
         ranks = f"rank{'s' * (len(without) > 1)} {', '.join(map(str, without[:8]))}"
-        raise ValueError(f'priority must be "both" in the Options of all ranks or of none: {ranks} did not say so')
+        raise ValueError(f'priority must be "both" in the Options of all ranks or of none: {ranks} did not set it')
     return not without
 
 
 def agree_lanes(cards: Sequence[Card]) -> int:
-    """Derives the number of lanes of a job: the smallest that any rank wants, or has cores and line for."""
+    """Derives a job's number of lanes: the least of any rank, by its option, or by its cores and interface speed."""
     fewest = min(1 + len(card.lanes) for card in cards)
     ranks = Counter(card.machine for card in cards)
     for card in cards:
-        if not card.cores:  # its user chose a number
+        if not card.cores:  # the user set `lanes`
             continue
         if not card.machine:
             return 1
@@ -176,7 +176,7 @@ def agree_lanes(cards: Sequence[Card]) -> int:
 
 
 def pack(card: Card) -> bytes:
-    """Turns a card into bytes; they are few enough for one datagram."""
+    """Encodes a card; it fits into one datagram."""
     packed = json.dumps([getattr(card, each.name) for each in fields(card)], separators=(",", ":")).encode()
     if len(packed) > MOST_BYTES:
         raise ValueError(f"a card has at most {MOST_BYTES} bytes, got {len(packed)}: {card}")
@@ -184,10 +184,10 @@ def pack(card: Card) -> bytes:
 
 
 def unpack(packed: bytes) -> Card:
-    """Turns bytes into a card again.
+    """Decodes a card. The bytes are untrusted.
 
     Raises:
-        ValueError: The bytes are no card. They may come from anyone.
+        ValueError: The bytes are no card.
     """
     try:
         values = json.loads(packed) if len(packed) <= MOST_BYTES else None
@@ -226,7 +226,7 @@ def _check_paths(paths: Sequence[object]) -> None:
 
 
 def publish(store: Store, prefix: str, rank: int, card: Card) -> None:
-    """Publishes a card. Cards never change: each process of a rank has a place of its own."""
+    """Publishes a card. Cards never change: each incarnation has its own key in the store."""
     store.set(_card_key(prefix, rank, card.incarnation), pack(card).decode())
 
 
@@ -247,7 +247,7 @@ def first_card_if_published(store: Store, prefix: str, rank: int) -> Card | None
 
 
 def known_cards(store: Store, prefix: str, world: int) -> dict[int, Card]:
-    """Reads the newest card of each rank that has published one; leaves out what is none. Never blocks."""
+    """Reads the newest card of each rank that has published one; skips malformed ones. Never blocks."""
     cards: dict[int, Card] = {}
     for rank in range(world):
         try:
@@ -265,8 +265,8 @@ def newest_card(store: Store, prefix: str, rank: int, above: int) -> Card | None
     try:
         latest = int(store.get(counter)) if store.check([counter]) else 0
     except ValueError:
-        raise ValueError(f"the store holds something else than a number at {counter}. {ADVICE}") from None
-    # A process may have died between taking its number and publishing its card.
+        raise ValueError(f"the store holds no valid number at {counter}. {ADVICE}") from None
+    # A process may have died between taking its incarnation and publishing its card.
     latest = min(latest, MOST_INCARNATIONS)
     for incarnation in range(latest, max(above, latest - _MOST_UNPUBLISHED), -1):
         key = _card_key(prefix, rank, incarnation)
@@ -276,17 +276,17 @@ def newest_card(store: Store, prefix: str, rank: int, above: int) -> Card | None
 
 
 def next_incarnation(store: Store, prefix: str, rank: int) -> int:
-    """Takes a number for a new process of a rank; no other process ever gets it."""
+    """Takes an incarnation for a new process of a rank; no other process ever gets it."""
     incarnation = store.add(f"{prefix}/incarnations/{rank}", 1)
     if incarnation < 1:
-        raise ValueError(f"the store gives rank {rank} the number {incarnation} for a later process. {ADVICE}")
+        raise ValueError(f"the store gives rank {rank} the incarnation {incarnation}, which is below 1. {ADVICE}")
     if incarnation > MOST_INCARNATIONS:
         raise ValueError(f"rank {rank} has returned {MOST_INCARNATIONS} times, which is the most: start a new job")
     return incarnation
 
 
 def publish_successor_card(store: Store, prefix: str, rank: int, card: Card) -> None:
-    """Publishes the card of a process that got its number elsewhere; numbers from the store are then higher."""
+    """Publishes the card of a process whose incarnation came from a rank; the store then counts on from it."""
     publish(store, prefix, rank, card)
     counter = f"{prefix}/incarnations/{rank}"
     missing = card.incarnation - store.add(counter, 0)
@@ -295,15 +295,15 @@ def publish_successor_card(store: Store, prefix: str, rank: int, card: Card) -> 
 
 
 def fingerprint(key: bytes | None, cookie: bytes) -> str:
-    """Fingerprint that tells keys apart and reveals nothing else about them."""
+    """Hash by which ranks compare keys without revealing them."""
     return "" if key is None else hmac.new(key, b"fingerprint" + cookie, hashlib.sha256).hexdigest()
 
 
 class LinkKeys:
     """Derives the keys of the links between this process and its peers.
 
-    The nonces of both ends are in every key, and this process never reads its own from a store. So whatever cards it is
-    shown, packet numbers may start at one, and nothing is authentic that was sealed for another process.
+    Every key contains the nonces of both ends, and this process never reads its own nonce from a store. So a forged
+    card cannot make it reuse a key: packet numbers may start at 1, and a datagram for another process is rejected.
 
     Args:
         key: The job's key; None if it has none.
@@ -316,7 +316,7 @@ class LinkKeys:
         self._key, self._cookie, self._rank, self._card = key, cookie, rank, card
 
     def __call__(self, peer: int, card: Card, lane: int) -> bytes:
-        """Returns what seals datagrams to a peer and what opens those from it, 16 bytes each; nothing without a key."""
+        """Returns the keys that seal datagrams to a peer and open those from it, 16 bytes each; empty without a key."""
         if self._key is None:
             return b""
         own, other = _end(self._rank, self._card), _end(peer, card)
@@ -333,15 +333,13 @@ def _end(rank: int, card: Card) -> bytes:
 
 
 def _read(store: Store, key: str, rank: int, incarnation: int) -> Card:
-    """Reads a card. Whoever reaches the store may write anything there."""
+    """Reads a card. Any process that reaches the store may write anything there."""
     try:
         card = unpack(bytes(store.get(key)))
         if card.incarnation != incarnation:
             raise ValueError(f"these bytes are the card of process {card.incarnation}")
     except ValueError as error:
-        raise ValueError(
-            f"the store holds something else than the card of rank {rank} at {key}: {error}. {ADVICE}"
-        ) from None
+        raise ValueError(f"the store holds no valid card of rank {rank} at {key}: {error}. {ADVICE}") from None
     return card
 
 

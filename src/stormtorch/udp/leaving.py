@@ -1,8 +1,8 @@
-"""The end of a process: by an exception, of which it tells the others at once; by wish or SIGTERM, after it has handed
-over what it owns; or at the end of its program, when no other rank needs it.
+"""Graceful shutdown and goodbye: how a rank leaves, by an exception, by `leave()` or SIGTERM, or at the program's end.
 
-Python waits for all threads before a process ends. Until then, the engine's thread would answer for a rank that no
-longer trains, and the other ranks would wait for it until `timeout_s`.
+After an exception it notifies the peers at once. On `leave()` or SIGTERM it first transfers the state that it owns. At
+the program's end it waits until no other rank needs it. Without a goodbye, the engine's thread would keep answering for
+a rank that no longer trains, because Python joins all threads before it exits, and peers would wait until `timeout_s`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 _log = logging.getLogger("stormtorch")
 
-# Longest time that a failing process waits until the others have heard of it.
+# Longest time that a failing process waits for the peers to acknowledge its goodbye.
 _LINGER_S = 0.5
 _MOST_LETTERS = 300
 
-# Exit status of a process that SIGTERM has ended, as shells count it.
+# Exit status of a process ended by SIGTERM, as shells report it.
 _TERMINATED = 128 + signal.SIGTERM
 
 _transports: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -37,7 +37,7 @@ _before: Any = signal.SIG_DFL
 
 
 def say_goodbye_on_error(transport: Any) -> None:
-    """Has the transport closed first if an exception ends this process.
+    """Closes the transport, with a goodbye, if an exception ends this process.
 
     Args:
         transport: A transport over UDP; others end with their process anyway.
@@ -54,7 +54,7 @@ def say_goodbye_on_error(transport: Any) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         before(kind, error, traceback)
-        # A forked child must not speak for its parent; at an interactive prompt, the process goes on.
+        # A forked child must not leave on behalf of its parent; at an interactive prompt, the process goes on.
         if os.getpid() == _installed_in and not _at_a_prompt():
             say_goodbye(f"{kind.__name__}: {error}")
 
@@ -64,7 +64,7 @@ def say_goodbye_on_error(transport: Any) -> None:
 
 
 def _end_of_child() -> None:
-    """Says goodbye where an exception ends a process of multiprocessing, which calls no hook for it."""
+    """Says goodbye when an exception ends a multiprocessing child, which does not call sys.excepthook."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         error = error.__context__ if error.code else None  # torch.multiprocessing exits where it has caught one
@@ -78,7 +78,7 @@ def _at_a_prompt() -> bool:
 
 
 def _drain_at_exit() -> None:
-    """Parts from the other ranks when a program ends without closing its transports."""
+    """Drains the transports of a program that ends without closing them."""
     if os.getpid() == _installed_in:
         for transport in list(_transports):
             with contextlib.suppress(Exception):  # the program has ended, and its exit status must not change
@@ -86,9 +86,9 @@ def _drain_at_exit() -> None:
 
 
 def leave() -> None:
-    """Leaves the job by wish: hands over what this process owns of prepared models, and closes all its transports.
+    """Leaves the job: transfers the shards that this process owns to the other ranks, and closes its transports.
 
-    The other ranks go on in a view that lists it no more. Call it between two steps of the training. It knows the
+    The other ranks go on in a view without this rank. Call it between two steps of the training. It covers the
     transports of `prepare` and `join`.
     """
     for transport in [*_transports]:
@@ -99,14 +99,14 @@ def leave() -> None:
 
 
 def install_sigterm(transport: Any) -> None:
-    """Has this process leave the job when SIGTERM comes, as on machines that are taken away at short notice.
+    """Makes this process leave the job on SIGTERM, as spot instances receive it.
 
-    The others hear of it at once. The training hands over at its next wait and ends the process by SystemExit; after
-    `leave_s` the process ends anyway. A handler of the program's own is called too. Only the main thread can install
-    it: elsewhere this function does nothing.
+    The peers are notified at once. At its next wait, the training transfers its state and ends the process by
+    SystemExit; after `leave_s` the process ends in any case. The program's own handler is called too. Only the main
+    thread can install a handler: elsewhere this function does nothing.
 
     Args:
-        transport: A transport over UDP; others are left alone.
+        transport: A transport over UDP; others are ignored.
     """
     global _listens_in, _before
     if not hasattr(transport, "on_leave") or threading.current_thread() is not threading.main_thread():
@@ -122,11 +122,11 @@ def install_sigterm(transport: Any) -> None:
 
 
 def add_leave_handler(transport: Any, hand_over: Callable[[], None]) -> None:
-    """Has a method, held weakly, called before a transport is left by wish.
+    """Registers a method, held weakly, to be called before a rank leaves.
 
     Args:
-        transport: A transport over UDP; others cannot be left.
-        hand_over: Method that returns when all is handed over.
+        transport: A transport over UDP; others are ignored.
+        hand_over: Method that returns once the state is transferred.
     """
     if hasattr(transport, "on_leave"):
         found = weakref.WeakMethod(hand_over)
@@ -134,7 +134,7 @@ def add_leave_handler(transport: Any, hand_over: Callable[[], None]) -> None:
 
 
 def transfer_all(transport: Any) -> None:
-    """Hands over all that a process owns, and closes its transport."""
+    """Transfers the state that a process owns, and closes its transport."""
     try:
         for hand_over in list(transport.on_leave):
             hand_over()
@@ -144,13 +144,13 @@ def transfer_all(transport: Any) -> None:
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     here = [each for each in _leaving if not each.closed and not each.inherited]
-    if not here:  # no job to leave: as if there had never been one
+    if not here:  # no job to leave: restore the earlier handler and raise the signal again
         _restore()
         os.kill(os.getpid(), number)
         return
     grace_s = min(each.options.leave_s for each in here)
     if not all(each.leaving for each in here):
-        _log.warning("SIGTERM: leaves the job; the process ends within %g s (leave_s)", grace_s)
+        _log.warning("SIGTERM: leaving the job; the process ends within %g s (leave_s)", grace_s)
         timer = threading.Timer(grace_s, _end)
         timer.daemon = True
         timer.start()
@@ -161,7 +161,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 def _request_leave(transport: Any, *, at_once: bool = True) -> None:
-    """Tells the others that this rank leaves; otherwise where the next round begins before which it could hand over."""
+    """Notifies the peers that this rank leaves: at once, or at the next round boundary where it can transfer state."""
     transport.leaving = True
     transport.leaves_later = not at_once
     if not at_once:
@@ -171,8 +171,8 @@ def _request_leave(transport: Any, *, at_once: bool = True) -> None:
 
 
 def _end() -> None:
-    """Ends this process, although its training has not come to hand over."""
-    _log.warning("leave_s is over: the process ends without having handed over")
+    """Ends this process although its training has not transferred its state."""
+    _log.warning("leave_s is over: the process ends without having transferred its state")
     say_goodbye("SIGTERM")
     os._exit(_TERMINATED)
 
@@ -183,13 +183,13 @@ def _restore() -> None:
 
 
 def _forget_in_child() -> None:
-    """Gives a forked process the handler of before: it has no part in the job, and must end when it is told to."""
+    """Restores the earlier handler in a forked process: it is not in the job, so SIGTERM must end it."""
     if _listens_in != os.getpid() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         _restore()
 
 
 def say_goodbye(why: str) -> None:
-    """Closes all transports given to `say_goodbye_on_error`, and writes the reason into the store for other ranks."""
+    """Closes all transports given to `say_goodbye_on_error`, and writes the reason into the store for the peers."""
     for transport in list(_transports):
         if not transport.closed:
             with contextlib.suppress(Exception):  # the process already ends with another error
@@ -208,5 +208,5 @@ def why_left(transport: Any, rank: int) -> str:
 
 
 def _key(transport: Any, rank: int) -> str:
-    # The incarnation is part of the key: a process that takes the rank's place has not left.
+    # The incarnation is part of the key: the next process of this rank has not left.
     return f"{transport.prefix}/left/{rank}/{transport.incarnation(rank)}"

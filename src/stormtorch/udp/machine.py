@@ -1,4 +1,4 @@
-"""Which machine a process runs on, as far as other processes can tell."""
+"""Identity of the machine: processes with the same one can use shared memory."""
 
 import functools
 import hashlib
@@ -8,11 +8,10 @@ from pathlib import Path
 
 @functools.cache
 def machine_id() -> str:
-    """Identifies this machine since it was started, the process's network namespace and its user.
+    """Hash of this machine's boot, the process's network namespace and its user; empty if the kernel reports none.
 
-    Processes with the same identity can share memory. A container or a virtual host of the lab has a network of its
-    own, so it counts as another machine: what passes between them is meant to pass through that network.
-    Empty where the kernel does not tell.
+    A container or a virtual host of the lab has its own network namespace, so it counts as another machine: traffic
+    between them is meant to use the network.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""A rank whose host gets another address goes on from there: its sockets move, and the others follow what it sends."""
+"""Connection migration: when this host's address changes, the sockets rebind to the new one, and the peers follow."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _EVERY_S = 1.0
 
 
 class Roaming:
-    """Watches over the addresses from which a rank sends.
+    """Watches the local addresses of a rank's sockets.
 
     Args:
-        hosts: The address of each path.
-        interfaces: What the user named for each; None is the route to the rendezvous.
+        hosts: Local address of each path.
+        interfaces: Interface that the user named for each path; None is the route to the rendezvous.
     """
 
     def __init__(self, hosts: list[str], interfaces: list[str | None]) -> None:
@@ -30,7 +30,7 @@ class Roaming:
         self._without_address: set[int] = set()
 
     def look(self, transport: Any) -> None:
-        """Moves sockets whose address this host no longer has to the one that their interface has now."""
+        """Rebinds each socket whose address this host has lost to its interface's present address."""
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + _EVERY_S
@@ -53,7 +53,7 @@ class Roaming:
                     own = transport.cards[transport.rank]
                     transport.cards[transport.rank] = replace(own, host=new)
                 _log.warning(
-                    "rank %d: %s has the address %s instead of %s now: goes on from there, and the others follow",
+                    "rank %d: %s now has the address %s instead of %s: the sockets moved there, and the peers follow",
                     *(transport.rank, where, new, host),
                 )
                 return
@@ -62,8 +62,8 @@ class Roaming:
         if path not in self._without_address:
             self._without_address.add(path)
             _log.error(
-                "rank %d: this host has lost the address %s, from which it sends, and %s has no other one: nobody "
-                "hears this rank. It goes on as soon as the interface has an address again; or restart it elsewhere, "
+                "rank %d: this host has lost the address %s, from which it sends, and %s has no other: no peer can "
+                "reach this rank. It goes on as soon as the interface has an address again; or restart it elsewhere "
                 'with Options(rejoin="auto")',
                 *(transport.rank, host, where),
             )
@@ -81,7 +81,7 @@ def _has_address(host: str) -> bool:
 
 
 def _interface_of(host: str) -> str | None:
-    """Name of the interface that has an address as its first one, if there is one."""
+    """Name of the interface whose first address this is, if there is one."""
     for _, name in socket.if_nameindex():
         try:
             if local_address(name) == host:

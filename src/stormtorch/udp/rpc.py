@@ -1,12 +1,12 @@
-"""Short talks over TCP between a process that wants into a job and a rank of it: bounded in bytes and in time.
+"""RPC over TCP between a process outside the job (a join client or a watcher) and a rank: one request, one response.
 
-The rank greets with a random number. The newcomer answers with one of its own and asks its question; the rank answers
-it, and the talk is over. Where the job has a key, question and answer carry an HMAC under a key that follows from the
-job key and both numbers: each side knows that the other has the key, and nobody between them changes a byte. Without a
-key, whoever reaches the port can ask, just as whoever reaches the store can read.
+Handshake: the rank sends a nonce; the client sends its own nonce and then the request; the rank responds and closes.
+With a job key, request and response carry an HMAC under a key derived from the job key and both nonces: this
+authenticates both sides and every byte. Without a key, any process that reaches the port may send requests, just as
+any that reaches the store may read it. Bytes and time of a connection are bounded.
 
-Somebody on the same machine may also send the plain line STATUS, as by `echo STATUS | nc 127.0.0.1 PORT`, and gets a
-few lines of text: where the job has no key, or the rank has STORM_STATUS=1.
+A client on the same machine may instead send the plain line STATUS, as by `echo STATUS | nc 127.0.0.1 PORT`. It
+receives a few lines of text if the job has no key, or if the rank has STORM_STATUS=1.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ from stormtorch.errors import NotAdmitted
 _log = logging.getLogger("stormtorch")
 
 PROTOCOL = 1
-"""Number of this way to talk; both sides must have the same."""
+"""Version of this protocol; both sides must have the same."""
 RPC_TIMEOUT_S = 5.0
-"""Longest time of a talk, on either side."""
+"""Longest time of one RPC, on either side."""
 _MOST_CONNECTIONS = 8
 _REQUEST_BYTES = 4 << 10
 _RESPONSE_BYTES = 512 << 10  # the cards of a thousand ranks
 _MAC_BYTES = 32
 _HEAD = struct.Struct("!BI")  # whether the frame is signed, and the bytes that follow
 STATUS_VARIABLE = "STORM_STATUS"
-"""Environment variable: 1 answers STATUS in a job that has a key, too, to everybody on the same machine."""
+"""Environment variable: 1 answers STATUS to any process on the same machine, even if the job has a key."""
 _STATUS = b"STATUS"
-# Time for which a rank waits before it greets somebody on its own machine: whoever asks for STATUS says so at once.
+# Delay of the handshake towards a client on the same machine: one that wants STATUS sends it at once.
 _HANDSHAKE_DELAY_S = 0.02
 
 Answer = Callable[[dict[str, Any]], dict[str, Any] | bytes]
@@ -50,15 +50,15 @@ _listeners: weakref.WeakSet["RpcServer"] = weakref.WeakSet()
 
 
 class MalformedMessage(Exception):
-    """What came over a connection is not part of such a talk."""
+    """The bytes received are no message of this protocol."""
 
 
 class _StatusRequested(Exception):
-    """The other side has typed STATUS after it was greeted."""
+    """The client sent STATUS after the handshake had begun."""
 
 
 class _RpcConnection:
-    """One side of a talk over a connected socket."""
+    """One side of an RPC over a connected socket."""
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self._connection = connection
@@ -66,12 +66,12 @@ class _RpcConnection:
         self._key: bytes | None = None
 
     def sign(self, key: bytes | None, theirs: str, ours: str) -> None:
-        """Signs and checks all further frames, if there is a key."""
+        """Signs and verifies all further frames, if there is a key."""
         if key is not None:
             self._key = hmac.new(key, f"reception {theirs} {ours}".encode(), hashlib.sha256).digest()
 
     def send(self, what: dict[str, Any] | bytes, who: bytes, *, plain: bool = False) -> None:
-        """Sends a frame. `who` says which side speaks, so that no frame can be sent back to its sender."""
+        """Sends a frame. Its HMAC covers `who`, the sending side, so that no frame can be reflected to its sender."""
         body = what if isinstance(what, bytes) else _encode(what)
         signed = self._key is not None and not plain
         mac = self._mac(who, body) if signed else b""
@@ -79,11 +79,11 @@ class _RpcConnection:
         self._connection.sendall(_HEAD.pack(signed, len(mac) + len(body)) + mac + body)
 
     def receive(self, who: bytes, most_bytes: int) -> dict[str, Any]:
-        """Receives a frame of the other side."""
+        """Receives a frame of the other side and decodes it."""
         return _decode(self.receive_bytes(who, most_bytes))
 
     def receive_bytes(self, who: bytes, most_bytes: int) -> bytes:
-        """Receives a frame of the other side as it is: it may be no JSON."""
+        """Receives a frame of the other side as bytes, which may be no JSON."""
         head = self._take(_HEAD.size)
         if who == b"newcomer" and head == _STATUS[: _HEAD.size]:
             raise _StatusRequested
@@ -96,7 +96,7 @@ class _RpcConnection:
             if not signed or not hmac.compare_digest(mac, self._mac(who, body)):
                 raise PermissionError("the other side has another key")
         elif signed:
-            raise MalformedMessage("a signed frame in a talk without a key")
+            raise MalformedMessage("a signed frame, but this side has no key")
         return body
 
     def _mac(self, who: bytes, body: bytes) -> bytes:
@@ -116,7 +116,7 @@ class _RpcConnection:
     def _allow(self) -> None:
         left_s = self._give_up_at - time.monotonic()
         if left_s <= 0.0:
-            raise TimeoutError("the talk took too long")
+            raise TimeoutError("the exchange of messages took too long")
         self._connection.settimeout(left_s)
 
 
@@ -125,7 +125,7 @@ def _encode(what: dict[str, Any]) -> bytes:
 
 
 def with_records(what: dict[str, Any], lines: list[bytes]) -> bytes:
-    """Returns an answer as JSON, with records that are JSON already: a training does not read its own lines again."""
+    """Encodes an answer with records that are JSON already, which saves the training from parsing its own lines."""
     return b'%s,"records":[%s]}' % (_encode(what)[:-1], b",".join(lines))
 
 
@@ -147,7 +147,7 @@ def request(
     version: str,
     timeout_s: float = RPC_TIMEOUT_S,
 ) -> dict[str, Any]:
-    """Asks the reception at an address one question, and returns its answer: see `request_bytes`."""
+    """Sends a request to a rank's admission port, and returns the decoded response: see `request_bytes`."""
     return _decode(request_bytes(address, request, key=key, version=version, timeout_s=timeout_s))
 
 
@@ -159,19 +159,19 @@ def request_bytes(
     version: str,
     timeout_s: float = RPC_TIMEOUT_S,
 ) -> bytes:
-    """Asks the reception at an address one question, and returns its answer as it came, to be passed on.
+    """Sends a request to a rank's admission port, and returns the response undecoded, ready to be forwarded.
 
     Args:
-        address: Where the reception listens.
-        request: What to ask.
+        address: The rank's admission port.
+        request: The request.
         key: The job's key.
         version: Version of this package.
-        timeout_s: Longest time to connect, and then to talk.
+        timeout_s: Longest time to connect, and then again for the RPC.
 
     Raises:
-        OSError: Nobody answers there, or not in time.
-        Garbage: Something else than a reception answers there.
-        NotAdmitted: The reception refuses to talk with this process; the error says why.
+        OSError: No process answers there, or not in time.
+        MalformedMessage: Something other than a rank answers there.
+        NotAdmitted: The rank refuses this process; the error says why.
     """
     where = f"{address[0]}:{address[1]}"
     with socket.create_connection(address, timeout=timeout_s) as connection:
@@ -200,22 +200,22 @@ def request_bytes(
 
 
 class RpcServer:
-    """Listens on a TCP port of its own, and has a callable answer what newcomers ask.
+    """Serves RPCs on a TCP port, in threads.
 
-    Bytes of strangers raise nothing into the job: `rejected` counts the talks that came to nothing.
+    Input is untrusted and never raises into the job: `rejected` counts the connections that failed.
 
     Args:
-        host: Numeric address to listen on, and no other.
+        host: Numeric address to listen on.
         port: Port to listen on if it is free; otherwise the kernel chooses one.
         key: The job's key.
         version: Version of this package.
-        answer: Answers a question; it is called in threads of the listener.
+        answer: Handles a request; called in the server's threads.
     """
 
     def __init__(self, host: str, port: int, *, key: bytes | None, version: str, answer: Answer) -> None:
         self.answer = answer
         self.status: Callable[[], str] | None = None
-        """Says where this rank stands; None says nothing."""
+        """Returns this rank's status as text; None refuses STATUS."""
         self.rejected = 0
         self._key, self._version = key, version
         self._seats = threading.BoundedSemaphore(_MOST_CONNECTIONS)
@@ -223,16 +223,16 @@ class RpcServer:
         self.port = int(self._socket.getsockname()[1])
         _listeners.add(self)
         self._end = weakref.finalize(self, _stop, self._socket, os.getpid())
-        # A thread that knew the listener would keep it, and with it the port, although nobody else needs it.
+        # A weak reference: otherwise the thread would keep the server, and its port, alive for ever.
         threading.Thread(target=_accept, args=(weakref.ref(self), self._socket), name="reception", daemon=True).start()
 
     def close(self) -> None:
-        """Stops to listen; talks under way end by themselves."""
+        """Stops listening; connections under way end by themselves."""
         _listeners.discard(self)
         self._end()
 
     def receive(self, connection: socket.socket) -> None:
-        """Talks with a newcomer in a thread of its own, unless too many are being talked with."""
+        """Serves a connection in a thread of its own; closes it if too many are open."""
         if not self._seats.acquire(blocking=False):
             self.rejected += 1
             connection.close()
@@ -256,7 +256,7 @@ class RpcServer:
                 try:
                     theirs = talk.receive(b"newcomer", _REQUEST_BYTES).get("nonce")
                 except _StatusRequested:
-                    self._send_status(connection, after="\n")  # the greeting is no line
+                    self._send_status(connection, after="\n")  # the handshake does not end its line
                     return
                 talk.sign(self._key, nonce, str(theirs))
                 try:
@@ -270,7 +270,7 @@ class RpcServer:
             self.rejected += 1
         except Exception:
             self.rejected += 1
-            _log.debug("reception: a talk failed", exc_info=True)
+            _log.debug("admission port: a request failed", exc_info=True)
         finally:
             self._seats.release()
 
@@ -279,7 +279,7 @@ class RpcServer:
         return allowed and self.status is not None and _is_local(connection)
 
     def _requests_status(self, connection: socket.socket) -> bool:
-        """Whether somebody on this machine asks for the status, without having been greeted."""
+        """Whether a client on this machine has sent STATUS before the handshake."""
         if not self._may_send_status(connection):
             return False
         connection.settimeout(_HANDSHAKE_DELAY_S)
@@ -290,7 +290,7 @@ class RpcServer:
 
     def _send_status(self, connection: socket.socket, after: str = "") -> None:
         if self.status is None or not self._may_send_status(connection):
-            raise MalformedMessage("a question for the status from elsewhere")
+            raise MalformedMessage("a request for the status from another machine")
         connection.settimeout(RPC_TIMEOUT_S)
         connection.recv(64)  # a connection that is closed with bytes unread loses those that it has sent
         connection.sendall((after + self.status()).encode())
@@ -307,7 +307,7 @@ def _listen(host: str, port: int) -> socket.socket:
     for wanted in (address, (address[0], 0, *address[2:])):
         listening = socket.socket(family, kind, number)
         try:
-            # A process that is started again takes the port at once.
+            # A restarted process gets its port at once.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(wanted)
             listening.listen(_MOST_CONNECTIONS)
@@ -321,7 +321,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _stop(listening: socket.socket, owner: int) -> None:
-    if os.getpid() == owner:  # a forked process must not stop its parent
+    if os.getpid() == owner:  # a forked process must not stop its parent's server
         with contextlib.suppress(OSError):
             listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
     listening.close()
@@ -352,7 +352,7 @@ def _is_listening(listening: socket.socket) -> bool:
 
 
 def _forget_in_child() -> None:
-    """Closes what a forked process has inherited: it has no thread that would answer, and no part in the job."""
+    """Closes the servers that a forked process has inherited: it has none of their threads and is not in the job."""
     for listener in list(_listeners):
         listener.close()
 

@@ -1,7 +1,7 @@
-"""Shared memory between ranks of one machine: they find each other by their cards and pass each other descriptors.
+"""Setup of shared-memory channels between ranks of one machine: a handshake over a Unix socket passes descriptors.
 
-Of two ranks the lower one connects to the higher one's socket, which has a name that only this machine knows. Until
-both have what they need, and where anything fails, data travels by datagram as between machines.
+Of two ranks, the lower connects to the higher one's socket, whose abstract name follows from its card. Until the
+handshake completes, and if it fails, data travels by datagram as between machines.
 """
 
 import array
@@ -27,29 +27,29 @@ from stormtorch.udp.cards import Card
 from stormtorch.udp.machine import machine_id
 
 _log = logging.getLogger("stormtorch")
-# Longest time until the thread notices that nobody has its transport any more.
+# Longest time until the thread notices that its transport was collected.
 _SLICE_S = 1.0
 # Longest time for which one side of a handshake waits for the other.
 _ANSWER_S = 2.0
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 1.0
-# A peer that has not agreed for so long may never do: say so, and try less often.
+# A peer that has not agreed by then may never agree: warn, and try less often.
 _WARN_S, _RARE_NAP_S = 60.0, 30.0
 _MOST_BYTES = 1024
 
 
 class SharedMemoryTransport(Protocol):
-    """A transport that shares memory: see `stormtorch.udp.udp`."""
+    """What this module uses of a transport: see `stormtorch.udp.udp`."""
 
     rank: int
     endpoint: _engine.Endpoint
     cards: dict[int, Card]
     keys_of: Callable[[int, Card, int], bytes]
-    """Returns the keys of the link to a process in a lane: what seals, then what opens; empty if the job has none."""
+    """Returns the keys of a lane of the link to a process: sealing, then opening; empty without a job key."""
     closed: bool
 
 
 class SharedMemorySetup:
-    """Shares memory with the other ranks of this machine, in a thread of its own, until it is closed."""
+    """A thread that sets up shared-memory channels with the other ranks of this machine, until it is closed."""
 
     def __init__(self, transport: SharedMemoryTransport) -> None:
         self._transport = weakref.ref(transport)
@@ -73,23 +73,23 @@ class SharedMemorySetup:
             raise
 
     def request_peer(self, peer: int, card: Card) -> None:
-        """Shares memory with the process of a card, if it is on this machine. Returns at once."""
+        """Requests a channel to a card's process if it is on this machine and its rank is higher. Returns at once."""
         if card.machine and card.machine == machine_id() and peer > self._rank:
             with self._lock:
                 self._wanted[peer] = _PendingPeer(card)
             self._wake()
 
     def set_transport(self, transport: SharedMemoryTransport) -> None:
-        """Shares the memory of another transport of the same rank from now on."""
+        """Continues on behalf of another transport of the same rank."""
         self._transport = weakref.ref(transport)
 
     def close_sockets(self) -> None:
-        """Closes the sockets and tells nobody: for a process without this thread."""
+        """Closes the sockets without any message: for a forked process, which lacks the thread."""
         for each in (self._listener, self._wake_in, self._wake_out):
             each.close()
 
     def close(self) -> None:
-        """Ends the thread. Memory that is shared stays so, as it belongs to the engine."""
+        """Ends the thread. Existing channels stay: they belong to the engine."""
         self._closed = True
         self._wake()
         if self._thread is not threading.current_thread():
@@ -119,7 +119,7 @@ class SharedMemorySetup:
                 self._connect_all(transport)
                 del transport
 
-    # --- the lower rank asks ----------------------------------------------------------------------------------------
+    # --- the lower rank connects ------------------------------------------------------------------------------------
 
     def _connect_all(self, transport: SharedMemoryTransport) -> None:
         now = time.monotonic()
@@ -152,7 +152,7 @@ class SharedMemorySetup:
             connection.settimeout(_ANSWER_S)
             connection.connect(_name(card))
             if _user(connection) != os.getuid():
-                raise ValueError("a process of another user answers in its name")
+                raise ValueError("a process of another user answers under its name")
             own = transport.cards[self._rank]
             handshake = {"rank": self._rank, "nonce": own.nonce, "to": card.nonce}
             given, wanted = _proofs(transport, peer, card)
@@ -184,7 +184,7 @@ class SharedMemorySetup:
                     peer, incarnation = self._find(transport, json.loads(handshake))
                 except BaseException:
                     _close(descriptors)
-                    connection.send(b"this process does not know the other as a rank of its job, or not yet")
+                    connection.send(b"the peer does not know this process as a rank of its job, or not yet")
                     raise
                 _accept_descriptors(transport, peer, descriptors)
                 given, _ = _proofs(transport, peer, transport.cards[peer])
@@ -206,7 +206,7 @@ class SharedMemorySetup:
 
 
 class _PendingPeer:
-    """A process with which memory is to be shared, and when to try."""
+    """A process to which a channel is wanted, and when to try."""
 
     def __init__(self, card: Card) -> None:
         self.card = card
@@ -217,27 +217,27 @@ class _PendingPeer:
         self._nap_s = _FIRST_NAP_S
 
     def later(self, why: str) -> None:
-        """Tries again after a while, longer each time."""
+        """Schedules the next attempt, with a delay that doubles each time."""
         self.why = why
         self.at = time.monotonic() + self._nap_s
         self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S if self.at < self.warn_at else _RARE_NAP_S)
 
 
 def _neighbours(transport: SharedMemoryTransport) -> int:
-    """Number of other ranks on this machine, as far as is known now."""
+    """Number of other ranks on this machine, by the cards known now."""
     machine = machine_id()
     return sum(card.machine == machine for card in transport.cards.values()) - 1
 
 
 def _name(card: Card) -> str:
-    # An abstract name: it belongs to the network namespace, and ends with the socket.
+    # An abstract name: it belongs to the network namespace and disappears with the socket.
     return f"\0stormtorch-{card.nonce}"
 
 
 def _proofs(transport: SharedMemoryTransport, peer: int, card: Card) -> tuple[str, str]:
-    """What this process tells a peer, and what it must hear, to show that both have the job's key.
+    """The proof that this process sends to a peer, and the one that it expects: both show possession of the job's key.
 
-    Without a key, anybody who knows the cards can tell it.
+    Without a key, any process that knows the cards can compute them.
     """
     own = transport.cards[transport.rank]
     keys = transport.keys_of(peer, card, 0)
@@ -252,7 +252,7 @@ def _user(connection: socket.socket) -> int:
 
 
 def _accept_descriptors(transport: SharedMemoryTransport, peer: int, descriptors: list[int]) -> None:
-    # Of each lane its ring, its bell and its shelf. The engine owns them from now on, even if it fails.
+    # For each lane: ring, doorbell and broadcast buffer. The engine owns them from now on, even if the call fails.
     transport.endpoint.accept_shared_memory(peer, descriptors)
 
 
@@ -272,7 +272,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
             found.frombytes(data[: len(data) - len(data) % found.itemsize])
     if flags & socket.MSG_CTRUNC:
         _close(list(found))
-        raise ValueError("not all descriptors arrived: see `ulimit -n`")
+        raise ValueError("not all descriptors arrived: raise `ulimit -n`")
     return message, list(found)
 
 
@@ -290,12 +290,12 @@ def _in_child() -> None:
     _all.clear()
 
 
-# A forked process has no such thread, and must not keep the name of the socket.
+# A forked process lacks the thread, and must not keep the socket's name.
 os.register_at_fork(after_in_child=_in_child)
 
 
 @atexit.register
 def _end() -> None:
-    """Ends all threads: one inside the engine must not meet an interpreter that is being taken down."""
+    """Ends all threads: none may be inside the engine while the interpreter shuts down."""
     for each in list(_all):
         each.close()

@@ -1,4 +1,4 @@
-"""Waiting for other ranks in a store: names those that are missing, and reports a rank that cannot join."""
+"""Rendezvous in a store: waits until all ranks have published a key, and names those that are missing or failed."""
 
 import contextlib
 import logging
@@ -14,19 +14,19 @@ _WARN_AFTER_S = 10.0
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-3, 0.05
 _MOST_FAILURE_BYTES = 2000
 _LOOK_EVERY_S = 0.5
-"""Time between two looks at each rank alone, to name the missing ones and to find notes of those that cannot join."""
+"""Time between two checks of each rank alone, to name the missing ones and to find the failures of others."""
 
 
 class StoreRendezvous:
-    """One rank's view of which ranks have come.
+    """The rendezvous of a job's ranks, as one of them sees it.
 
     Args:
-        store: Store in which the ranks meet.
+        store: Store that all ranks share.
         prefix: Prefix of the job's keys in it.
         rank: This rank.
         world: Number of ranks.
-        timeout_s: Longest time to wait for others, in all; the store's own timeout applies if it is shorter.
-        meanwhile: Called from time to time while it waits; it may raise to end the wait.
+        timeout_s: Longest total wait; the store's own timeout applies if it is shorter.
+        meanwhile: Called every half second during a wait; it may raise to end the wait.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class StoreRendezvous:
         self._warned = False
 
     def wait(self, keys: Mapping[int, str]) -> None:
-        """Blocks until each rank has put something in its place.
+        """Blocks until each rank has written its key.
 
         Args:
-            keys: Key in the store of each rank to wait for.
+            keys: Key of each rank to wait for.
 
         Raises:
-            RanksMissing: Some ranks have not come within the timeout; the error names all of them.
-            PeerFailed: One of them has left a note that it cannot join.
+            RanksMissing: Some ranks have not joined within the timeout; the error names all of them.
+            PeerFailed: One of them has reported that it cannot join.
         """
         nap_s = _SHORTEST_NAP_S
         missing, look_at = dict(keys), time.monotonic()
-        # Mostly ask for all ranks in one question: hundreds of ranks ask the same store at once.
+        # Usually one request covers all ranks: hundreds of ranks poll the same store.
         while not self._store.check(list(missing.values())):
             waited_s = time.monotonic() - self._began
             warns = waited_s >= _WARN_AFTER_S and not self._warned
@@ -83,11 +83,11 @@ class StoreRendezvous:
 
     @contextlib.contextmanager
     def publish_failure(self) -> Iterator[None]:
-        """Leaves a note for the others, who would wait for this rank, if the block fails."""
+        """If the block fails, writes the error into the store, so that the others do not wait for this rank."""
         try:
             yield
         except Exception as error:
-            with contextlib.suppress(RuntimeError):  # if the store is gone, nobody waits in it
+            with contextlib.suppress(RuntimeError):  # if the store is gone, no rank waits in it
                 self._store.set(self._failure_key(self._rank), f"{type(error).__name__}: {error}")
             raise
 
@@ -105,7 +105,7 @@ class StoreRendezvous:
         names = ", ".join(map(str, sorted(missing)))
         return (
             f"rank {self._rank}: connecting: rank{'s' if len(missing) > 1 else ''} {names} of {self._world} "
-            f"{'have' if len(missing) > 1 else 'has'} not come"
+            f"{'have' if len(missing) > 1 else 'has'} not joined"
         )
 
 

@@ -46,14 +46,14 @@ _log = logging.getLogger("stormtorch")
 
 
 class RequestHandler(Protocol):
-    """Answers to newcomers, on behalf of a transport: see `stormtorch.joining.admission`."""
+    """Answers requests of processes outside the job: see `stormtorch.joining.admission`."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any] | bytes:
-        """Answers a question of a newcomer."""
+        """Answers a request."""
         ...
 
     def status(self) -> str:
-        """Says in a few lines where this rank stands."""
+        """Returns this rank's status as a few lines of text."""
         ...
 
     def set_transport(self, transport: "UdpTransport") -> None:
@@ -62,27 +62,27 @@ class RequestHandler(Protocol):
 
 
 class StatusReporter(Protocol):
-    """Tells of a training to whoever asks at the reception: see `stormtorch.runtime.recording.recorder`."""
+    """Reports the training to watchers: see `stormtorch.runtime.recording.recorder`."""
 
     def report(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
-        """Returns what goes into an answer, with the number to ask for next, and records from a number on as JSON."""
+        """Returns fields for the answer, among them the number to request next, and the JSON records from `since`."""
         ...
 
     def status(self) -> str:
-        """Says in a few lines where this rank stands."""
+        """Returns this rank's status as a few lines of text."""
         ...
 
 
 class Path(NamedTuple):
-    """One path to a peer: a pair of interfaces, this rank's and the peer's."""
+    """One path to a peer: an interface of this rank and one of the peer."""
 
     up: bool
-    """False while it answers nothing although another path does."""
+    """False while the peer answers on another path but not on this one."""
     round_trip_s: float
     loss: float
-    """Loss of what the peer sent over it."""
+    """Loss of what the peer sent over this path."""
     bytes_per_s: float
-    """Rate at which this rank sends over it."""
+    """Rate at which this rank sends over this path."""
     bytes_sent: int
     bytes_received: int
     outages: int
@@ -105,7 +105,7 @@ class UdpExchange:
         """Blocks until the exchange has ended; its tensors then belong to the caller again."""
         transport = self._transport
         if self._outcome is None and self._superseded:
-            raise Closed(f"rank {transport.rank}: {self.plan.what}: ended when this rank was cut off and came back")
+            raise Closed(f"rank {transport.rank}: {self.plan.what}: ended when this rank was cut off and rejoined")
         if self._outcome is None:
             self._outcome = transport.wait(self._id, self.plan, timeout_s)
         try:
@@ -129,13 +129,13 @@ class UdpExchange:
             self._transport.orphan(self._id)
 
     def cancel(self) -> None:
-        """Gives the exchange up; wait() then raises `Closed`."""
+        """Cancels the exchange; wait() then raises `Closed`."""
         if not self._superseded and not self._transport.inherited:
             self._endpoint.cancel(self._id)
 
     @property
     def _superseded(self) -> bool:
-        """Whether the transport has got another endpoint, for which the same number means another exchange."""
+        """Whether the transport now has another endpoint, where this exchange's number means another exchange."""
         return self._endpoint is not self._transport.endpoint
 
 
@@ -171,7 +171,7 @@ class UdpTransport(EndpointMembership):
         self.channels = Channels()
         self.collective_servers = CollectiveServers()
         self.closed = False
-        # Returning peers publish their cards there. The store still belongs to whoever made it.
+        # Returning peers publish their cards there. The store still belongs to the caller.
         self.store = store
         self.prefix = prefix
         self.options = options
@@ -179,27 +179,27 @@ class UdpTransport(EndpointMembership):
         self.cards = dict(cards)
         self.leaving = self.leaves_later = False
         self.resting: Callable[[], bool] = lambda: True
-        """Returns whether this rank could hand over all that it owns now."""
+        """Returns whether this rank could transfer its state now."""
         self.on_leave: list[Callable[[], None]] = []
         self.on_close: list[Callable[[str], object]] = []
         """Called, before this transport is closed, with the reason: "done", "left", or the text of an error."""
         self.why = ""
         """Reason for which this transport is about to be closed; empty if none is known."""
         self.reporter: StatusReporter | None = None
-        """Tells of the training on this transport; None as long as nothing is prepared."""
+        """Reports the training on this transport; None until a model is prepared."""
         self.address_book: AddressBook | None = None
-        """Where routers translate addresses: where other ranks see the peers."""
+        """Addresses of the peers as other ranks observe them; None without NAT."""
         self.roaming: Roaming | None = None
         """Follows the addresses of this host; None on loopback."""
         self.waits: CurrentWait | None = None
-        """The call in which this rank has waited for some time."""
+        """The call in which this rank has been blocked for some time."""
         self._listener: RpcServer | None = None
         self._reception: RequestHandler | None = None
         self._shared_memory: SharedMemorySetup | None = None
         self._lock = threading.RLock()
         self.keys_of = keys_of
         self._linger_s = linger_s
-        # A process forked from this one has a copy of all this, but neither its threads nor a place in the job.
+        # A process forked from this one has a copy of all this, but not its threads, and it is not in the job.
         self._owner = os.getpid()
         # The engine reads and writes a plan's tensors until its exchange ends, even if the caller drops the exchange.
         self._plans: dict[int, Plan] = {}
@@ -215,8 +215,8 @@ class UdpTransport(EndpointMembership):
         if self.inherited:
             raise Closed(
                 f"rank {self.rank}: {what}: process {os.getpid()} was forked from process {self._owner}, which is the "
-                "rank, and has no part in the job. Make this call there; a process that is to be another rank must be "
-                "spawned, or forked before the group is made."
+                "rank, and is not in the job. Make this call in the parent; a process that is to be another rank must "
+                "be spawned, or forked before the group is made."
             )
 
     def post(self, plan: Plan) -> UdpExchange:
@@ -234,7 +234,7 @@ class UdpTransport(EndpointMembership):
         return UdpExchange(self, plan, exchange_id)
 
     def low_lane(self, priority: Priority | None) -> bool:
-        """Whether exchanges of a priority go by the lane of low priority; None is the job's own priority.
+        """Whether exchanges of a priority use the low-priority lane; None is the job's own priority.
 
         Raises:
             ValueError: The job has no such priority.
@@ -299,7 +299,7 @@ class UdpTransport(EndpointMembership):
         return interruption.should_abort(can_complete, time.monotonic(), UNCLEAR_S + 4.0 * longest_trip_s)
 
     def in_background(self, task: Callable[[], None]) -> Callable[[], None]:
-        """Returns a task, to be called once on another thread, that may wait for exchanges while the rank goes on."""
+        """Wraps a task so that another thread may call it once and wait for exchanges while the rank goes on."""
 
         def body() -> None:
             with in_background():
@@ -308,7 +308,7 @@ class UdpTransport(EndpointMembership):
         return body
 
     def wait_future(self, future: Future[Any], peers: Collection[int] = ()) -> None:
-        """Blocks until a future is settled, as a wait for an exchange does: meanwhile the rank serves others."""
+        """Blocks until a future is done. As in a wait for an exchange, the rank serves collectives meanwhile."""
         wait_for([future], FIRST_SLICE_S if serves_collectives() else None)
         if future.done():
             return
@@ -321,12 +321,12 @@ class UdpTransport(EndpointMembership):
             long_wait.end()
 
     def peek(self, channel: int, seq: int) -> list[tuple[int, bytes]]:
-        """Ranks that have begun an exchange which this rank has not posted, and the first chunk that each sends."""
+        """Ranks that have begun an exchange that this rank has not posted, and the first chunk of each."""
         self.check_owner("peek")
         return self.endpoint.peek(channel, seq)
 
     def orphan(self, exchange_id: int) -> None:
-        """Notes that nobody will wait for an exchange; its tensors are released some time after it has ended."""
+        """Marks an exchange that no caller will wait for; its tensors are released some time after it has ended."""
         self._orphans.append(exchange_id)
 
     def _sweep(self) -> None:
@@ -335,29 +335,29 @@ class UdpTransport(EndpointMembership):
             if not self.endpoint.ended(exchange_id):
                 self._orphans.append(exchange_id)
             elif self._plans.pop(exchange_id, None) is not None:
-                with contextlib.suppress(RuntimeError):  # a lane has failed: whoever waits for something is told
+                with contextlib.suppress(RuntimeError):  # a lane has failed: callers that wait get the error
                     self.endpoint.wait(exchange_id, 0.0)
 
     def incarnation(self, peer: int) -> int:
-        """Number of the process of a rank that this rank knows: 0 is the first, and -1 stands for a free slot."""
+        """Number of a rank's process, as this rank knows it: 0 is the first, and -1 stands for a free slot."""
         return self.cards[peer].incarnation if peer in self.cards else -1
 
     def machine_of(self, rank: int) -> str:
-        """Identity of the machine on which a rank runs, or an empty text: ranks with the same one are on one host."""
+        """Identity of a rank's machine: ranks with the same one are on one host. Empty if unknown."""
         return self.cards[rank].machine if rank in self.cards else ""
 
     def readmit(self, peer: int, card: Card) -> None:
-        """Accepts the process that has taken a peer's place.
+        """Accepts the new process of a peer's rank.
 
-        The link to the peer starts anew. In exchanges under way, the peer counts as silent: lossy exchanges go on with
+        The link to the peer is reset. In exchanges under way, the peer counts as silent: lossy exchanges go on with
         what arrived, exact ones fail. Datagrams of the old process are rejected from now on.
 
         The new process knows no earlier exchange. It answers, so it does not count as silent, and an exchange with it
         in a group that it has not made waits for it: continue in a group with a new name, or without it.
 
         Args:
-            peer: Rank that has returned.
-            card: Card from `stormtorch.joining.rendezvous.returned`.
+            peer: Rank whose process was restarted.
+            card: Card from `stormtorch.joining.rendezvous.newer_card`.
 
         Raises:
             ValueError: The process is not newer than the one that this rank knows.
@@ -377,11 +377,11 @@ class UdpTransport(EndpointMembership):
 
     @property
     def lanes(self) -> int:
-        """Sockets of this rank: those between which large messages are divided, and that of low priority."""
+        """Number of sockets of this rank: those that share large messages, and the low-priority one."""
         return self.endpoint.lanes
 
     def ports_of(self, card: Card) -> list[tuple[str, int]]:
-        """Addresses of a process by lane, as many as this rank has."""
+        """Addresses of a process by lane, for as many lanes as this rank has."""
         own = self.cards[self.rank].host
         ports = card.ports(self.lanes - self.endpoint.low, low=self.endpoint.low)
         return [(from_here(host, own), port) for host, port in ports]
@@ -396,23 +396,27 @@ class UdpTransport(EndpointMembership):
         return self.endpoint.lane_bytes_sent()
 
     def share_memory(self) -> None:
-        """Passes data to and from ranks of this machine through shared memory, as soon as they agree."""
+        """Starts the setup of shared-memory channels to ranks of this machine; until then data travels by datagram."""
         try:
             self._shared_memory = SharedMemorySetup(self)
         except (OSError, RuntimeError) as error:
-            _log.warning("rank %d: cannot share memory with ranks of this machine: %s", self.rank, error)
+            _log.warning(
+                "rank %d: cannot share memory with ranks of this machine, so data travels by datagram: %s",
+                self.rank,
+                error,
+            )
 
     def near(self) -> list[int]:
-        """Ranks to and from which data passes through shared memory."""
+        """Ranks with which this one exchanges data through shared memory."""
         self.check_owner("near")
         return self.endpoint.near()
 
     def replace_endpoint(self, other: "UdpTransport") -> None:
         """Takes over the endpoint of another transport of the same rank, made by `rendezvous.rejoin`.
 
-        All holders of this transport then use the new endpoint. Close this transport first: otherwise two endpoints
-        would answer for one rank. Channels keep their sequence numbers, so peers must have readmitted this rank and
-        be at the same numbers.
+        All users of this transport then use the new endpoint. Close this transport first: otherwise two endpoints
+        answer for one rank. Channels keep their sequence numbers, so peers must have readmitted this rank and be at
+        the same numbers.
         """
         self.endpoint, self.closed = other.endpoint, False
         self.cards, self.keys_of = other.cards, other.keys_of
@@ -431,7 +435,7 @@ class UdpTransport(EndpointMembership):
             other._listener = None
 
     enter: Callable[[], None] = staticmethod(lambda: None)
-    """Comes into a running job: for processes that took a place in one, and are ready to train now."""
+    """Joins the running job's view: a late joiner calls it once it is ready to train."""
 
     def install(self, view: _engine.View) -> None:
         """Readmits the members of a view that this rank does not know yet. Calling it again changes nothing."""
@@ -450,12 +454,12 @@ class UdpTransport(EndpointMembership):
                     self.readmit(rank, card)
 
     def serve_requests(self, listener: RpcServer, reception: RequestHandler) -> None:
-        """Has newcomers answered at a port, until this transport is closed."""
+        """Answers the requests at an admission port until this transport is closed."""
         self._listener, self._reception = listener, reception
         listener.answer, listener.status = reception.answer, reception.status
 
     def health(self) -> dict[str, Any]:
-        """Counters of what was sent, received, repaired and rejected."""
+        """Counters of what was sent, received, retransmitted (`repaired`) and rejected."""
         self.check_owner("health")
         return dict(self.endpoint.health())
 
@@ -466,12 +470,12 @@ class UdpTransport(EndpointMembership):
         return round_trip_s, loss, rate
 
     def paths(self, peer: int) -> list[Path]:
-        """What each interface pair to a peer carries, in the order of the options' `interfaces`."""
+        """State of each path to a peer, in the order of the options' `interfaces`."""
         self.check_owner("paths")
         return [Path(*each) for each in self.endpoint.paths(peer)]
 
     def path_bytes(self, peer: int) -> int:
-        """Largest datagram that the path to a peer carries now; larger chunks travel in pieces."""
+        """Path MTU to a peer: the largest datagram that gets through now. Larger chunks are fragmented into pieces."""
         self.check_owner("path_bytes")
         return self.endpoint.links([peer])[0][3]
 
@@ -481,12 +485,12 @@ class UdpTransport(EndpointMembership):
         return self.endpoint.links(list(peers))
 
     def take_bottleneck_peaks(self) -> tuple[float, float, float]:
-        """Most bytes per second that the line carried since the last call: out, in, and both at once."""
+        """Peak bytes per second at the bottleneck since the last call: out, in, and both together."""
         self.check_owner("take_bottleneck_peaks")
         return self.endpoint.take_bottleneck_peaks()
 
     def drain(self) -> None:
-        """Waits, before `close`, until no other rank needs what this one owns of a prepared model."""
+        """Waits, before `close`, until no other rank needs the shards that this one owns."""
         if self.closed or self.inherited:
             return
         if self.leaving:
@@ -496,12 +500,12 @@ class UdpTransport(EndpointMembership):
         self.collective_servers.drain()
 
     def close(self, linger_s: float | None = None) -> None:
-        """Says goodbye to the peers, waits until they have heard it, and frees thread and socket.
+        """Sends a goodbye, waits until the peers have acknowledged it, and frees thread and socket.
 
-        In a process that was forked from the one that joined the job, it says nothing: the rank is still there.
+        In a process that was forked from the one that joined the job, it sends nothing: the rank still runs.
 
         Args:
-            linger_s: Longest time to wait; None takes the options' value, 0 says goodbye once without waiting.
+            linger_s: Longest time to wait; None takes the options' value, 0 sends one goodbye and does not wait.
         """
         if self.inherited:
             self.closed = True
@@ -521,7 +525,7 @@ class UdpTransport(EndpointMembership):
         self._plans.clear()
 
     def _notify_close(self) -> None:
-        # A program that closes its transport in a `finally` may be on its way out with an error.
+        # A program may close its transport in a `finally` while an exception ends it.
         error = sys.exc_info()[1]
         failed = error is not None and not isinstance(error, SystemExit)
         why = self.why or ("left" if self.leaving else f"{type(error).__name__}: {error}" if failed else "done")

@@ -1,4 +1,4 @@
-"""A thread for each transport that readmits processes as soon as a view includes them, and follows its addresses."""
+"""Membership thread of a transport: admits the members of each new view, and follows changes of this host's address."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import weakref
 from typing import Any
 
-# Longest time until a keeper notices that the program ends, or that nobody has its transport any more.
+# Longest time until the thread notices that the program ends, or that its transport was collected.
 _SLICE_S = 0.2
 
 _installers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -15,7 +15,7 @@ _ending = threading.Event()
 
 
 def install_views(transport: Any) -> None:
-    """Installs each view of a transport over UDP as soon as it comes, until the transport is closed or gone."""
+    """Starts a thread that installs each new view, until the transport is closed or collected."""
     installer = threading.Thread(target=_run, args=(weakref.ref(transport),), name="keeper", daemon=True)
     _installers.add(installer)
     installer.start()
@@ -28,7 +28,7 @@ def _run(found: weakref.ref[Any]) -> None:
         try:
             if transport.roaming is not None:
                 transport.roaming.look(transport)
-            del transport  # nobody else may need it any more
+            del transport  # a reference would keep it alive
             if endpoint.wait_view(number, _SLICE_S):
                 view, transport = endpoint.view(), found()
                 if transport is not None and view is not None:
@@ -42,7 +42,7 @@ def _run(found: weakref.ref[Any]) -> None:
 
 @atexit.register
 def _end() -> None:
-    """Ends all keepers: a thread inside the engine must not meet an interpreter that is being taken down."""
+    """Ends all such threads: none may be inside the engine while the interpreter shuts down."""
     _ending.set()
     for installer in list(_installers):
         installer.join(5 * _SLICE_S)

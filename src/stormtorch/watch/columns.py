@@ -1,4 +1,4 @@
-"""The time series of a job as a table for other programs: CSV."""
+"""The time series of a job as CSV."""
 
 import csv
 import io
@@ -6,8 +6,8 @@ from typing import Any
 
 
 def as_csv(data: dict[str, Any]) -> str:
-    """Returns the time series of a snapshot, one line for each bin: the time in unix seconds, then mean, lowest and
-    highest of each measure over the ranks.
+    """Returns the time series of a snapshot, one line per bin: unix time, then mean, minimum and maximum of each
+    measure over the ranks.
     """
     columns = data["series"]["columns"]
     out = io.StringIO()

@@ -5,40 +5,40 @@ from dataclasses import dataclass
 from stormtorch import theory
 from stormtorch.watch.job_snapshot import JobSnapshot
 
-# Formulas of theory need less than everything to be lost.
+# The formulas hold for losses below 1.
 _MOST_LOSS = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkCost:
-    """What the network costs, over the running ranks."""
+    """Cost of the network, averaged over the running ranks."""
 
     step_s: float = 0.0
     network_share: float = 0.0
-    """Part of a step in which ranks wait for the network, without the waiting for a slow rank."""
+    """Fraction of a step in which ranks wait for the network; waiting for a slow rank is excluded."""
     straggler_share: float = 0.0
-    """Part of a step in which ranks wait for the rank that computes longest."""
+    """Fraction of a step in which ranks wait for the slowest rank."""
     link_loss: float | None = None
-    """Mean loss of all links, before any repair."""
+    """Mean loss of all links, before retransmission."""
     lost: float = 0.0
-    """Fraction of the chunks that did not arrive in the end, after repair."""
+    """Fraction of the chunks that never arrived, after retransmission."""
     sent: float = 0.0
-    """Bytes per second that one rank sends."""
+    """Bytes per second that a rank sends."""
     line: float | None = None
-    """Bytes per second that rate control lets one rank send to all its peers together; None if unlimited."""
+    """Bytes per second that rate control allows a rank to send to all peers together; None if unlimited."""
     effective_batch: float | None = None
-    """Part of the batch that counts: fraction of the ranks whose gradients are in the mean."""
+    """Fraction of the ranks whose gradients are in the mean."""
     more_steps: float | None = None
-    """Part by which theory expects more steps for the same loss of the training, at the measured `lost`."""
+    """Fraction of extra steps that theory predicts for the same training loss, at the measured `lost`."""
 
     @property
     def line_share(self) -> float | None:
-        """Achieved over ideal bandwidth."""
+        """Bandwidth in use: sent over allowed rate."""
         return self.sent / self.line if self.line else None
 
 
 def network_cost(job_snapshot: JobSnapshot) -> NetworkCost:
-    """Returns what the network costs a job now, or has cost it if it is over."""
+    """Returns the cost of the network for a job: now while it runs, otherwise over the whole run."""
     live, breakdowns, step_totals = job_snapshot.live, job_snapshot.breakdowns, job_snapshot.step_totals
     losses = [link.loss for link in job_snapshot.links if link.loss is not None]
     link_loss = sum(losses) / len(losses) if losses else None
@@ -66,7 +66,7 @@ def network_cost(job_snapshot: JobSnapshot) -> NetworkCost:
 
 
 def _more_steps(job_snapshot: JobSnapshot, lost: float) -> float | None:
-    """Theory's cost of what did not arrive, for the policy that the job names."""
+    """Predicted fraction of extra steps for this loss, under the job's policy."""
     ranks = len(job_snapshot.breakdowns)
     if ranks < 2:
         return None

@@ -1,4 +1,4 @@
-"""Findings: sentences about what is wrong with a job, and how they name culprits."""
+"""A diagnosis of a job: a sentence, its severity, and how it names the culprits."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from stormtorch.watch.job_snapshot import JobSnapshot
 
 
 class Level(StrEnum):
-    """How much a finding matters."""
+    """Severity of a diagnosis."""
 
     BAD = "bad"
     WARN = "warn"
@@ -19,18 +19,18 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDiagnosis:
-    """One thing that is wrong, or that all is well."""
+    """One problem of a job, or the statement that all is well."""
 
     level: Level
     kind: str
     text: str
-    """What is wrong and whose fault it is, in one sentence without its full stop."""
+    """The problem and its culprit, in one sentence without its full stop."""
     remedy: str = ""
     ranks: tuple[int, ...] = ()
     links: tuple[tuple[int, int], ...] = ()
-    """Links that it is about, each as (sender, receiver)."""
+    """Affected links, each as (sender, receiver)."""
     weight: float = 0.0
-    """Cost as a share of a step or of the bytes: orders findings of one level."""
+    """Cost as a share of a step or of the bytes: sorts diagnoses of one level."""
 
     @property
     def sentence(self) -> str:
@@ -40,7 +40,7 @@ class JobDiagnosis:
 
 
 def where(job_snapshot: JobSnapshot, ranks: tuple[int, ...]) -> str:
-    """Names ranks by their host where they are all the ranks of it, and by their numbers otherwise."""
+    """Names ranks by their host if they are all of its ranks, otherwise by their numbers."""
     everyone = job_snapshot.everyone
     hosts = {everyone[rank].host for rank in ranks if rank in everyone}
     if len(hosts) == 1 and (host := next(iter(hosts))):
@@ -59,5 +59,5 @@ def does(who: str, one: str, many: str) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A share as people say it: "12 %", "0.4 %"."""
+    """Formats a fraction: "12 %", "0.4 %"."""
     return f"{100 * fraction:.0f} %" if fraction >= 0.0995 else f"{100 * fraction:.2g} %"

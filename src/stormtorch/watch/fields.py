@@ -1,5 +1,5 @@
-"""Values out of records. Records come from files and sockets that anybody may have written to, so nothing is trusted:
-what is not what it should be is None, and every text and list has an end.
+"""Validated access to fields of records. Records come from untrusted files and sockets: a value of the wrong type reads
+as None, and the length of every text and list is bounded.
 """
 
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 _MOST_TEXT = 300
 _MOST_RANKS = 4096
-# Years 2017 to 2096, and not later than a day from now: other times would stretch every time axis beyond use.
+# Years 2017 to 2096, and at most a day ahead: other times would make every time axis useless.
 _FIRST_TIME, _LAST_TIME = 1.5e9, 4e9
 _DAY_S = 86_400.0
 
@@ -40,20 +40,20 @@ def count(record: dict[str, Any], name: str) -> int | None:
 
 
 def text(record: dict[str, Any], name: str) -> str:
-    """Returns a text of bounded length on one line, or an empty one."""
+    """Returns a text as one line of bounded length; empty for anything else."""
     value = record.get(name)
     return clean(value) if isinstance(value, str) else ""
 
 
 def clean(value: str) -> str:
-    """Returns a text without control characters, such as those that move a terminal's cursor, and of bounded length."""
+    """Removes control characters, which could move a terminal's cursor, and bounds the length."""
     cut = value[:_MOST_TEXT]
     shown = " ".join("".join(each if each.isprintable() else " " for each in cut).split())
     return shown + "…" * (len(value) > _MOST_TEXT)
 
 
 def rank_of(value: object) -> int | None:
-    """Returns a rank: a small whole number, also as the text that JSON makes of it as a key."""
+    """Returns a rank: a small whole number, or its text if it is a key of a JSON object."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 6:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST_RANKS:
@@ -62,7 +62,7 @@ def rank_of(value: object) -> int | None:
 
 
 def ranks(record: dict[str, Any], name: str) -> list[int]:
-    """Returns a list of ranks, ascending, without what is none."""
+    """Returns a sorted list of ranks, without invalid ones."""
     value = record.get(name)
     if not isinstance(value, list):
         return []
@@ -70,7 +70,7 @@ def ranks(record: dict[str, Any], name: str) -> list[int]:
 
 
 def by_rank(record: dict[str, Any], name: str) -> dict[int, Any]:
-    """Returns a mapping whose keys are ranks."""
+    """Returns a mapping with ranks as keys, without invalid ones."""
     value = record.get(name)
     if not isinstance(value, dict) or len(value) > _MOST_RANKS:
         return {}
@@ -84,7 +84,7 @@ def mapping(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def time_of(record: dict[str, Any], now: float | None = None) -> float | None:
-    """Returns the time of a record in unix seconds, or None if it has none that can be; `now` is when it came."""
+    """Returns the unix time of a record, or None if it is missing or implausible; `now` is when the record arrived."""
     value = number(record, "time")
     latest = _LAST_TIME if now is None else now + _DAY_S
     return value if value is not None and _FIRST_TIME <= value <= latest else None

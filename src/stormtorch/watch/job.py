@@ -1,4 +1,4 @@
-"""A job: the records of all its processes, merged."""
+"""A job: the merged records of all its processes, its views and its timeline."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ from stormtorch.watch.fields import clean, count, number, ranks, text, time_of
 from stormtorch.watch.process import Process
 from stormtorch.watch.series import Series
 
-# Processes come back under a new number; this many of them are remembered, and this many notes of the timeline.
+# Limits on the processes (each restart is another one) and on the entries of the timeline.
 _MOST_PROCESSES = 4096
 _MOST_NOTES = 500
 
 
 @dataclass(slots=True)
 class TimelineEvent:
-    """Entry of the timeline. What several ranks tell with the same words is one entry."""
+    """Entry of the timeline. The same event of several ranks is one entry."""
 
     time: float
     kind: str
@@ -28,12 +28,12 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True)
 class ViewChange:
-    """Agreement on who is there."""
+    """A view: an agreed list of members."""
 
     number: int
     time: float
     arrived: float
-    """Time by the clock of whoever watches."""
+    """Arrival time of its first record, by the watcher's clock."""
     step: int | None
     members: tuple[int, ...]
     left: tuple[int, ...]
@@ -42,23 +42,23 @@ class ViewChange:
 
 @dataclass
 class Job:
-    """All processes of a job. `add` takes records of its processes in any order; `Moment` asks about it."""
+    """All processes of a job. `add` takes their records in any order; `JobSnapshot` evaluates them."""
 
     processes: dict[str, Process] = field(default_factory=dict)
     series: Series = field(default_factory=Series)
     views: "OrderedDict[int, ViewChange]" = field(default_factory=OrderedDict)
     timeline: "OrderedDict[tuple[Any, ...], TimelineEvent]" = field(default_factory=OrderedDict)
     arrived: float = 0.0
-    """Time at which the last record of anybody came, by the clock of whoever watches."""
+    """Time at which the last record of any rank arrived, by the watcher's clock."""
     records: int = 0
 
     def add(self, origin: str, record: dict[str, Any], arrived: float | None = None) -> None:
-        """Takes one record, which may be anything, of the process that `origin` names.
+        """Adds one record of a process; malformed ones are ignored.
 
         Args:
             origin: Name of the process.
             record: The record.
-            arrived: When it came, by the clock of whoever watches; None takes the time that the record itself has.
+            arrived: When it arrived, by the watcher's clock; None takes the record's own time.
         """
         time = time_of(record, arrived)
         kind = record.get("kind")
@@ -83,7 +83,7 @@ class Job:
             if process.incarnation:
                 where = f" on {process.host}" if process.host else ""
                 self._add_event(
-                    time, "start", count(record, "step"), f"Came in{where}, incarnation {process.incarnation}", process
+                    time, "start", count(record, "step"), f"Joined{where}, incarnation {process.incarnation}", process
                 )
         elif kind == "steps":
             self._on_steps(process, time, record)
@@ -104,16 +104,18 @@ class Job:
             self._add_event(time, "event", count(record, "step"), text(record, "text"), process)
         elif kind == "end":
             process.why, process.ended = text(record, "why") or "done", time
-            ended = {"done": "Done", "left": "Handed over and left"}.get(process.why, f"Failed: {process.why}")
+            ended = {"done": "Done", "left": "Transferred its shard and left"}.get(
+                process.why, f"Failed: {process.why}"
+            )
             self._add_event(time, "end", count(record, "step"), ended, process)
 
     def _leave_out(self, origin: str, record: dict[str, Any], arrived: float | None) -> None:
-        """Says once of a process that its records have times that cannot be: they would stretch every time axis."""
+        """Adds an event, once per rank, that its records with implausible times are skipped."""
         when = self.arrived if arrived is None else arrived
         process = self.processes.get(origin)
         if process is None or process.rank is None or number(record, "time") is None or not when:
             return
-        words = f"Rank {process.rank} has a clock that cannot be right: such records are left out"
+        words = f"Rank {process.rank} has an implausible clock: records with such times are skipped"
         self._keep(("clock", process.rank), TimelineEvent(when, "event", None, words, {process.rank}))
 
     def _on_steps(self, process: Process, time: float, record: dict[str, Any]) -> None:
@@ -143,11 +145,11 @@ class Job:
             self.views[number] = ViewChange(number, time, arrived, count(record, "step"), members, left, joined)
             while len(self.views) > _MOST_NOTES:
                 self.views.popitem(last=False)
-        told = [f"without {named(left)}"] * bool(left) + [f"with {named(joined)}"] * bool(joined)
-        words = f"View {number}: {', '.join([named(members), *told])}"
-        # All members tell of a view, each at its step; whoever is new in it does not know who came or left.
+        changes = [f"without {named(left)}"] * bool(left) + [f"with {named(joined)}"] * bool(joined)
+        words = f"View {number}: {', '.join([named(members), *changes])}"
+        # All members report a view, each at its step; a new member does not know which ranks joined or left.
         event = self._keep(("view", number), TimelineEvent(time, "view", count(record, "step"), words, set()))
-        if told:
+        if changes:
             event.text = words
 
     def _add_event(self, time: float, kind: str, step: int | None, words: str, process: Process) -> None:
@@ -161,7 +163,7 @@ class Job:
             self.timeline.popitem(last=False)
         return event
 
-    # --- who is there ---------------------------------------------------------------------------------------------
+    # --- members --------------------------------------------------------------------------------------------------
 
     @property
     def current(self) -> dict[int, Process]:
@@ -177,14 +179,14 @@ class Job:
 
     @property
     def view(self) -> ViewChange | None:
-        """The latest view that anybody told of."""
+        """The latest view that any rank reported."""
         return self.views[max(self.views)] if self.views else None
 
 
 def named(members: tuple[int, ...] | list[int]) -> str:
-    """Names ranks, runs of them in short: "ranks 0 to 3, 7"."""
+    """Names ranks, with ranges abbreviated: "ranks 0 to 3, 7"."""
     if not members:
-        return "nobody"
+        return "no rank"
     runs: list[list[int]] = []
     for rank in sorted(members):
         if runs and rank == runs[-1][-1] + 1:
@@ -196,5 +198,5 @@ def named(members: tuple[int, ...] | list[int]) -> str:
 
 
 def _age(process: Process) -> tuple[float, float]:
-    # By their start first: in a folder that several runs share, an earlier one may have higher incarnations.
+    # Start time first: in a folder of several runs, an earlier run may have higher incarnations.
     return process.started or process.told, process.incarnation

@@ -1,4 +1,4 @@
-"""A job at one time: who runs, where the seconds of a step go, and what each link is like."""
+"""Snapshot of a job: the state of each rank, the breakdown of a step, and every link."""
 
 from enum import StrEnum
 from functools import cached_property
@@ -8,25 +8,25 @@ from stormtorch.watch.job import Job
 from stormtorch.watch.process import Process, StepTotals
 
 RECENT_S = 30.0
-"""Seconds that count as now: long enough to be smooth, short enough to follow a network that changes."""
-# A rank tells something about once a second. One that has missed so many seconds, and so many of its steps where these
-# are longer, is silent.
+"""Averaging window of current values: long enough to be smooth, short enough to follow a changing network."""
+# A rank writes records about once a second. It is silent if none arrives for this many seconds, or for this many of its
+# steps if that is longer.
 _SILENT_S = 10.0
 _SILENT_STEPS = 4.0
 
 
 class State(StrEnum):
-    """Condition of a process or of a job."""
+    """State of a process or of a job."""
 
     EMPTY = "empty"
-    """Nothing is known of it yet."""
+    """No records yet."""
     RUNNING = "running"
     SILENT = "silent"
-    """State of a process that has not ended, but has told nothing for a while."""
+    """State of a process that has not ended, but has not reported for a while."""
     GONE = "gone"
-    """The others have agreed on a view without it."""
+    """The other ranks agreed on a view without it."""
     LEFT = "left"
-    """It handed over and left."""
+    """It transferred its shard and left."""
     DONE = "done"
     FAILED = "failed"
 
@@ -42,15 +42,15 @@ class LinkState(NamedTuple):
 
 
 class StepBreakdown(NamedTuple):
-    """Where the seconds of one mean step of a rank go."""
+    """Breakdown of a rank's mean step."""
 
     compute_s: float
     straggler_s: float
-    """Waiting that goes back to the rank that computes longest."""
+    """Waiting for the rank that computes longest."""
     network_s: float
     """Waiting for the network."""
     view_s: float
-    """Waiting for views, when ranks come and go."""
+    """Waiting for views, when ranks join or leave."""
 
     @property
     def step_s(self) -> float:
@@ -59,11 +59,11 @@ class StepBreakdown(NamedTuple):
 
 
 class JobSnapshot:
-    """A job at one time. Everything is worked out once, when it is first asked for.
+    """A job at one time. Every property is computed once, on first access.
 
     Args:
-        job: The job; it must not change meanwhile.
-        now: Unix time, by the clock that says when records arrived.
+        job: The job; it must not change while the snapshot is in use.
+        now: Unix time by the watcher's clock, which also timestamps arrivals.
     """
 
     def __init__(self, job: Job, now: float) -> None:
@@ -76,15 +76,15 @@ class JobSnapshot:
 
     @cached_property
     def states(self) -> dict[int, State]:
-        """Condition of the latest process of each rank."""
+        """State of the latest process of each rank."""
         found = {rank: self._state_of(process) for rank, process in self.everyone.items()}
-        # Of a run that is over, whoever said nothing at its end is gone: nobody waits for another word.
+        # In a run that is over, a rank without an end record is gone: no more records are expected.
         over = State.RUNNING not in found.values() and not {State.DONE, State.FAILED}.isdisjoint(found.values())
         return {rank: State.GONE if over and each is State.SILENT else each for rank, each in found.items()}
 
     @cached_property
     def state(self) -> State:
-        """Condition of the job: running while anybody runs, failed if a process ended with an error and none runs."""
+        """State of the job: running while any rank runs, failed if none runs and one ended with an error."""
         states = set(self.states.values())
         for each in (State.RUNNING, State.SILENT, State.FAILED, State.DONE, State.LEFT, State.GONE):
             if each in states:
@@ -93,21 +93,21 @@ class JobSnapshot:
 
     @cached_property
     def live(self) -> dict[int, Process]:
-        """The processes that run, by rank; all that took part, if none runs."""
+        """Running processes by rank; if none runs, all processes."""
         found = {rank: each for rank, each in self.everyone.items() if self.states[rank] is State.RUNNING}
         return found or self.everyone
 
     @cached_property
     def step_totals(self) -> dict[int, StepTotals]:
-        """What counts for each rank: the last half minute while the job runs, the whole run when it is over."""
+        """Totals of each rank: over the last `RECENT_S` while the job runs, otherwise over the whole run."""
         now = self.state is State.RUNNING
         step_totals = {rank: process.now(RECENT_S) if now else process.whole for rank, process in self.live.items()}
         return {rank: totals for rank, totals in step_totals.items() if totals.steps}
 
     @cached_property
     def breakdowns(self) -> dict[int, StepBreakdown]:
-        """Splits the mean step of every rank. Waiting goes back to the rank that computes longest as far as that one
-        computes longer than the rank itself; the rest of the waiting is the network's.
+        """Breaks down the mean step of every rank. Waiting counts as waiting for the slowest rank up to the difference
+        of their compute times; the rest is waiting for the network.
         """
         longest = max((totals.compute_s / totals.steps for totals in self.step_totals.values()), default=0.0)
         found = {}
@@ -119,14 +119,14 @@ class JobSnapshot:
 
     @cached_property
     def slowest(self) -> int | None:
-        """The rank that the others wait for; None where nobody waits for one."""
+        """The rank that the others wait for; None if there is none."""
         if len(self.breakdowns) < 2 or not any(breakdown.straggler_s > 0.0 for breakdown in self.breakdowns.values()):
             return None
         return max(self.breakdowns, key=lambda rank: self.breakdowns[rank].compute_s)
 
     @cached_property
     def links(self) -> list[LinkState]:
-        """Every direction of every link between ranks. The receiver measures loss, the sender all else."""
+        """Every direction of every link. The receiver measures loss, the sender everything else."""
         over = self.state is not State.RUNNING
         found = []
         for receiver, at in self.live.items():
@@ -146,7 +146,7 @@ class JobSnapshot:
         silent = self.now - process.arrived > silence_limit_s
         view = self.job.view
         if view is not None and process.rank not in view.members:
-            # Judged by arrivals: clocks of two ranks may differ by more than a rank takes to come back.
+            # Compare arrival times: clocks of two ranks may differ by more than a rank needs to rejoin.
             back = not silent and process.arrived > view.arrived + _SILENT_S
             return State.RUNNING if back else State.GONE
         return State.SILENT if silent else State.RUNNING

@@ -1,4 +1,4 @@
-"""One process of a job, as its records describe it."""
+"""State of one process of a job, built from its records."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from typing import Any
 
 from stormtorch.watch.fields import amount, by_rank, clean, count, mapping, number, ranks, text
 
-# Records that say how it goes now; at one a second, the last minute.
+# Records that describe the present: at one a second, the last minute.
 _RECENT = 60
 _SETTINGS = 40
 
@@ -39,22 +39,22 @@ class StepTotals:
 
     @property
     def wait_s(self) -> float:
-        """Seconds in which there was nothing to do but wait for gradients or parameters."""
+        """Seconds spent only waiting for gradients or parameters."""
         return self.gradient_wait_s + self.broadcast_wait_s
 
     @property
     def compute_s(self) -> float:
-        """Seconds of everything else: forward, backward, the optimizer, and what travels beside them."""
+        """Remaining seconds: forward, backward, the optimizer, and communication that overlaps with them."""
         return max(0.0, self.seconds - self.wait_s - self.view_wait_s)
 
     @property
     def lost(self) -> float:
-        """Fraction of the chunks that did not arrive in the end."""
+        """Fraction of the chunks that never arrived."""
         return 1.0 - self.arrived / self.steps if self.steps else 0.0
 
 
 def sum_totals(step_totals: Iterable[StepTotals]) -> StepTotals:
-    """Returns the sum of spells."""
+    """Returns the sum of several totals."""
     result = StepTotals()
     for each in step_totals:
         result.add(each)
@@ -63,23 +63,23 @@ def sum_totals(step_totals: Iterable[StepTotals]) -> StepTotals:
 
 @dataclass(slots=True)
 class PeerLink:
-    """One link, as one of its ends measures it."""
+    """One link as measured at one of its ends."""
 
     loss: float | None = None
-    """Fraction of the peer's datagrams that were lost on their way to this process."""
+    """Fraction of the peer's datagrams to this process that were lost."""
     rtt_s: float | None = None
     rate: float | None = None
-    """Bytes per second that this process may send to the peer; None if nothing limits it."""
+    """Bytes per second that this process may send to the peer; None if unlimited."""
     heard_s: float | None = None
-    """Seconds since the peer was heard."""
+    """Seconds since the last datagram of the peer."""
 
 
 @dataclass
 class Process:
-    """One process: who it is, how far it is, what its steps took, and what its links are like."""
+    """One process: its identity, progress, step times and links."""
 
     origin: str
-    """Name that tells this process from all others: its file, or its rank and incarnation."""
+    """Unique name of this process: its file name."""
     rank: int | None = None
     incarnation: int = 0
     world: int = 0
@@ -96,7 +96,7 @@ class Process:
     told: float = 0.0
     """Time of its last record, by its own clock."""
     arrived: float = 0.0
-    """Time at which that record came, by the clock of whoever watches: clocks of other hosts may differ by minutes."""
+    """Time at which that record arrived, by the watcher's clock: clocks of other hosts may differ by minutes."""
     step: int | None = None
     why: str | None = None
     """Reason of its end: "done", "left" or an error; None while it runs."""
@@ -105,29 +105,29 @@ class Process:
     recent: deque[tuple[float, StepTotals]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     whole: StepTotals = field(default_factory=StepTotals)
     latest: dict[str, float | None] = field(default_factory=dict)
-    """Latest of what a step measures: drift, its bound, lead, effective batch, loss of the training."""
+    """Latest measurements of a step: drift, its bound, lead, effective batch, training loss."""
     lag: dict[int, int] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
     links: dict[int, PeerLink] = field(default_factory=dict)
     quorum: bool = True
-    """Whether it hears a majority."""
+    """Whether it reaches a majority of the ranks."""
     waits_s: float = 0.0
-    """Seconds for which it has been waiting in one call."""
+    """Seconds that it has been waiting in its current call."""
     waits_in: str = ""
     waits_for: list[int] = field(default_factory=list)
     health: dict[str, Any] = field(default_factory=dict)
     busy: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Times, and the processor seconds used until then."""
+    """Times, with the processor seconds used until then."""
     _link_losses: dict[int, list[float]] = field(default_factory=dict)
 
     def begin_again(self) -> None:
-        """Forgets an end: a program may train twice, and containers give the same process id to every start."""
+        """Discards an earlier end: a program may train twice, and containers reuse process ids."""
         self.why, self.ended, self.whole = None, 0.0, StepTotals()
         self.recent.clear()
         self.busy.clear()
 
     def apply_rank_record(self, record: dict[str, Any]) -> None:
-        """Takes the record in which the process says who it is."""
+        """Applies a record of kind "rank": the identity of the process."""
         named = ranks({"rank": [record.get("rank")]}, "rank")
         self.rank = named[0] if named else None
         self.incarnation = count(record, "incarnation") or 0
@@ -142,14 +142,14 @@ class Process:
         self.started = number(record, "started")
 
     def apply_steps_record(self, time: float, record: dict[str, Any]) -> StepTotals:
-        """Takes a record of steps; returns their sums."""
+        """Applies a record of kind "steps"; returns its sums."""
         steps = count(record, "steps") or 0
         arrived = number(record, "arrived")
         view_wait_s = amount(record, "view_wait_s")
         totals = StepTotals(
             steps,
             amount(record, "seconds"),
-            # Where shards have owners, the wait for gradients contains the wait for views.
+            # Under an OwnerPolicy, the wait for gradients contains the wait for views.
             max(0.0, amount(record, "gradient_wait_s") - view_wait_s),
             amount(record, "broadcast_wait_s"),
             view_wait_s,
@@ -178,11 +178,11 @@ class Process:
         return totals
 
     def apply_links_record(self, time: float, record: dict[str, Any]) -> None:
-        """Takes a record of links, counters and processor time."""
+        """Applies a record of kind "links": links, counters and processor time."""
         self.links = {
             peer: PeerLink(
                 loss=_share(each),
-                # 0 says that nobody knows the round trip yet, and that no rate is limited.
+                # 0 means that the round trip is unknown, or that the rate is unlimited.
                 rtt_s=number(each, "rtt_s") or None,
                 rate=number(each, "rate") or None,
                 heard_s=number(each, "heard_s"),
@@ -204,30 +204,30 @@ class Process:
             self.busy.append((time, used))
 
     def mean_loss(self, peer: int) -> float | None:
-        """Mean loss of what a peer sent, over all records."""
+        """Mean loss on the link from a peer, over all records."""
         sums = self._link_losses.get(peer)
         return sums[0] / sums[1] if sums else None
 
     def now(self, seconds: float) -> StepTotals:
-        """Sums over about the last `seconds` before its last record, at least over the last record of steps."""
+        """Sums over about `seconds` before its last record; at least the last record of steps."""
         step_totals = [totals for time, totals in self.recent if time > self.told - seconds]
         return sum_totals(step_totals or [totals for _, totals in list(self.recent)[-1:]])
 
     @property
     def cores(self) -> float | None:
-        """Processor cores that the process kept busy over the last minute."""
+        """Mean number of processor cores in use over the last minute."""
         if len(self.busy) < 2:
             return None
         (then, before), (now, used) = self.busy[0], self.busy[-1]
         return max(0.0, used - before) / (now - then) if now > then else None
 
     def counter(self, name: str) -> float:
-        """Returns a counter of the engine, 0 where it is not known."""
+        """Returns a counter of the engine; 0 if unknown."""
         return amount(self.health, name)
 
     @property
     def resent(self) -> float:
-        """Fraction of the bytes sent that were chunks sent again."""
+        """Fraction of the sent bytes that were retransmissions."""
         sent = self.counter("bytes_sent")
         return min(1.0, self.counter("repaired") * self.chunk_bytes / sent) if sent else 0.0
 

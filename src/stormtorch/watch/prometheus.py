@@ -1,4 +1,4 @@
-"""Metrics of a whole job as Prometheus reads them: text, made of the records of all its ranks."""
+"""Prometheus text format: metrics of a whole job, from the records of all its ranks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from stormtorch.telemetry.metrics import METRICS, RankMetrics
 from stormtorch.telemetry.records import ProcessId, Record
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Type of the text, for the header of an answer over HTTP."""
+"""Content type of the text, for the HTTP header."""
 
 
 class JobMetrics:
-    """Metrics of all ranks of a job. Where several processes have had a rank's place, the latest one counts."""
+    """Metrics of all ranks of a job. If a rank has had several processes, the latest one counts."""
 
     def __init__(self) -> None:
         self._processes: dict[ProcessId, RankMetrics] = {}
 
     def take(self, records: Mapping[ProcessId, Iterable[Record]]) -> None:
-        """Adds records, each of them once, as `Folder.read` and `LiveJob.read` return them."""
+        """Adds new records, as `Folder.read` and `LiveJob.read` return them."""
         for who, those in records.items():
             metrics = self._processes.setdefault(who, RankMetrics())
             for record in those:

@@ -1,15 +1,15 @@
-"""Time series of a job in bounded memory: however long it runs, it has at most `MOST_BINS` bins."""
+"""Time series of a job in bounded memory: at most `MOST_BINS` bins, however long it runs."""
 
 import math
 from dataclasses import dataclass, field
 
 MOST_BINS = 600
-"""More bins than this become half as many: a chart a screen wide shows no more."""
+"""Beyond this, neighbouring bins are merged: a chart as wide as a screen shows no more."""
 
 
 @dataclass(slots=True)
 class BinStatistics:
-    """Values of one measure within one bin, over all ranks."""
+    """Statistics of one measure within one bin, over all ranks."""
 
     total: float = 0.0
     count: int = 0
@@ -17,13 +17,13 @@ class BinStatistics:
     high: float = float("-inf")
 
     def add(self, value: float) -> None:
-        """Takes one value."""
+        """Adds one value."""
         self.total += value
         self.count += 1
         self.low, self.high = min(self.low, value), max(self.high, value)
 
     def merge(self, other: "BinStatistics") -> None:
-        """Takes all values of another cell."""
+        """Adds all values of another bin."""
         self.total += other.total
         self.count += other.count
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
@@ -31,7 +31,7 @@ class BinStatistics:
 
 @dataclass
 class Series:
-    """Measures over time. Bins begin one second wide and double whenever there would be too many."""
+    """Measures over time. Bins start one second wide and double in width whenever there are too many."""
 
     width_s: float = 1.0
     start: float | None = None
@@ -40,7 +40,7 @@ class Series:
     _last: int = 0
 
     def add(self, time: float, values: dict[str, float | None]) -> None:
-        """Takes values of one rank at a time; those that are None are left out."""
+        """Adds the values of one rank at one time; None values are skipped."""
         if self.start is None:
             self.start = float(int(time))
         place = int((time - self.start) // self.width_s)
@@ -57,7 +57,7 @@ class Series:
                 cells.setdefault(name, BinStatistics()).add(value)
 
     def _begin_earlier(self, time: float) -> None:
-        """Moves the start, for a rank whose first record is older than that of whoever was read first."""
+        """Moves the start back, for a rank with an older first record than the ranks read before."""
         assert self.start is not None
         shift = int(-((time - self.start) // self.width_s))
         self.start -= shift * self.width_s
@@ -87,5 +87,5 @@ class Series:
 
 
 def _short(value: float) -> float:
-    """Five digits: a chart shows no more, and they travel as a third of the bytes."""
+    """Rounds to five digits: a chart shows no more, and JSON shrinks to a third."""
     return float(f"{value:.5g}")

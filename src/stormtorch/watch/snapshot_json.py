@@ -1,4 +1,4 @@
-"""The state of a job as plain data: what the page, the report and the terminal show."""
+"""JSON snapshot of a job: the data that the page, the report and the terminal show."""
 
 import math
 from typing import Any
@@ -12,9 +12,9 @@ from stormtorch.watch.process import Process
 from stormtorch.watch.verdict import judge
 
 VERSION = 1
-"""Number of this layout."""
+"""Version of this layout."""
 MOST_MATRIX = 128
-"""Jobs with more ranks than this get a list of the worst links and no matrix: a cell would be smaller than a letter."""
+"""Jobs with more ranks get only the list of worst links: a cell of the matrix would be smaller than a letter."""
 _WORST = 20
 _SHOWN_NOTES = 200
 
@@ -24,10 +24,10 @@ def snapshot(job: Job, now: float, source: str, *, since: int = 0, width_s: floa
 
     Args:
         job: The job.
-        now: Unix time, by the clock that says when records arrived.
-        source: Where its records come from, in words.
-        since: First bin of the time series that is wanted.
-        width_s: Width of the bins that the reader has. If bins have become wider since, all are returned.
+        now: Unix time by the watcher's clock.
+        source: Description of the source of its records.
+        since: First bin of the time series to return.
+        width_s: Bin width that the reader knows. If it has changed, all bins are returned.
     """
     job_snapshot = JobSnapshot(job, now)
     diagnoses, cost = judge(job_snapshot), network_cost(job_snapshot)
@@ -70,7 +70,7 @@ def snapshot(job: Job, now: float, source: str, *, since: int = 0, width_s: floa
 
 
 def worst_links(job_snapshot: JobSnapshot, most: int = _WORST) -> list[LinkState]:
-    """Returns the links that lose most, the longest round trip first among equals."""
+    """Returns the links with the highest loss; ties are sorted by round trip."""
     return sorted(job_snapshot.links, key=lambda link: (-(link.loss or 0.0), -(link.rtt_s or 0.0)))[:most]
 
 
@@ -143,13 +143,13 @@ def _rank(job_snapshot: JobSnapshot, rank: int, process: Process) -> dict[str, A
 
 
 def _matrix(job_snapshot: JobSnapshot) -> dict[str, Any]:
-    """The n x n matrices: a row for each receiver, a column for each sender."""
+    """Matrices of loss, round trip and rate: a row per receiver, a column per sender."""
     ranks = list(job_snapshot.live)
-    place = {rank: index for index, rank in enumerate(ranks)}
+    index_of = {rank: index for index, rank in enumerate(ranks)}
     empty: list[list[float | None]] = [[None] * len(ranks) for _ in ranks]
     loss, rtt, rate = ([list(row) for row in empty] for _ in range(3))
     for link in job_snapshot.links:
-        row, column = place[link.receiver], place[link.sender]
+        row, column = index_of[link.receiver], index_of[link.sender]
         loss[row][column], rtt[row][column] = _short(link.loss), _short(link.rtt_s)
         rate[row][column] = _short(link.rate)
     return {"ranks": ranks, "loss": loss, "rtt": rtt, "rate": rate}
@@ -164,5 +164,5 @@ def _link(link: LinkState) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | None:
-    """Four digits: nobody reads more, and they travel as a third of the bytes."""
+    """Rounds to four digits, which is enough for readers; JSON shrinks to a third."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")

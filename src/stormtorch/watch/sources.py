@@ -1,4 +1,4 @@
-"""Where records come from: the folder of a run, or a live rank that is asked over the network."""
+"""Sources of records: the folder of a run, or the ranks of a running job over the network."""
 
 import os
 import re
@@ -10,39 +10,39 @@ from stormtorch.telemetry.record_files import Folder
 from stormtorch.telemetry.records import ProcessId, Record
 
 _KEY_VARIABLE = "STORM_KEY"
-# Of each file at a time: a run of days has gigabytes, which would not fit into memory at once.
+# Per file and read: a run of days has gigabytes of records, too much for memory at once.
 _MOST_BYTES = 1 << 20
 
 
 class Source(Protocol):
-    """Place that has new records from time to time."""
+    """Source of new records."""
 
     in_parts: bool
-    """Whether a read returns only a part of what is new, so that the next one may follow at once."""
+    """Whether a read returns only a part of the new records, so that the next one may follow at once."""
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """Description of the source."""
 
     @property
     def job(self) -> str | None:
-        """The run whose records it has; another one may begin. None while it has none."""
+        """Id of the run whose records it returns; it may change. None while there are none."""
 
     def read(self) -> dict[ProcessId, list[Record]]:
-        """Returns the records that are new, by process."""
+        """Returns new records by process."""
 
     def age_s(self, who: ProcessId) -> float | None:
-        """Returns how many seconds before the last read its newest records were written; None if they came with it."""
+        """Returns the age of a process's newest records at the last read, in seconds; None if they are fresh."""
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Releases its resources."""
 
 
 class FolderSource:
     """Reads the files that ranks write with `STORM_RECORD=DIR`.
 
     Args:
-        path: The folder; it need not have files yet.
+        path: The folder; it may be empty as yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,21 +51,21 @@ class FolderSource:
 
     @property
     def name(self) -> str:
-        """The folder, and how many files in it are left out."""
+        """The folder, and the number of its files that are skipped."""
         others = self._folder.others
         return f"{self._folder.path}" + (f", without {others} files of earlier runs" if others else "")
 
     @property
     def job(self) -> str | None:
-        """The run that began last."""
+        """Id of the run that began last."""
         return self._folder.job
 
     def read(self) -> dict[ProcessId, list[Record]]:
-        """Returns what stands on lines that are new."""
+        """Returns the records of new lines."""
         return self._folder.read(_MOST_BYTES)
 
     def age_s(self, who: ProcessId) -> float | None:
-        """Returns the age of a file that is read for the first time; None once it grows while it is watched."""
+        """Returns the age of a file at its first read; None once it grows while it is watched."""
         return self._folder.age_s(who)
 
     def close(self) -> None:
@@ -73,10 +73,10 @@ class FolderSource:
 
 
 class LiveSource:
-    """Asks the ranks of a running job, which keep their latest records in memory.
+    """Requests records from the ranks of a running job, which keep the latest ones in memory.
 
     Args:
-        where: HOST:PORT of any rank, or several divided by commas.
+        where: HOST:PORT of any rank, or several separated by commas.
         key: The job's key, if it has one.
     """
 
@@ -85,7 +85,7 @@ class LiveSource:
         self._live = LiveJob(where, key=key)
 
     def read(self) -> dict[ProcessId, list[Record]]:
-        """Returns what ranks have told. Raises a `StormError` or an `OSError` if nobody ever answered."""
+        """Returns new records. Raises `StormError` or `OSError` if no rank has ever answered."""
         return self._live.read()
 
     def age_s(self, who: ProcessId) -> float | None:
@@ -93,15 +93,15 @@ class LiveSource:
         return None
 
     def close(self) -> None:
-        """Ends all talks."""
+        """Closes all connections."""
         self._live.close()
 
 
 def source_of(job: str) -> Source:
-    """Returns the source that a user means: a folder, or HOST:PORT of a rank.
+    """Returns the source for a folder or for HOST:PORT of a rank.
 
     Raises:
-        ValueError: It is neither; the message says what would be.
+        ValueError: It is neither; the message says what is expected.
     """
     path = Path(job)
     if path.is_dir():
@@ -110,5 +110,5 @@ def source_of(job: str) -> Source:
         key = os.environ.get(_KEY_VARIABLE, "")
         return LiveSource(job, key.encode() or None)
     if path.exists():
-        raise ValueError(f"{job} is a file: name its folder, in which every rank has a file of its own")
+        raise ValueError(f"{job} is a file: name its folder, which holds one file per process")
     raise ValueError(f"there is no folder {job}: start the job with STORM_RECORD={job}, or name HOST:PORT of a rank")

@@ -1,4 +1,4 @@
-"""The verdict: what is wrong with a job in plain sentences, each with a culprit and a remedy, the worst first."""
+"""The verdict: diagnoses of a job in plain sentences, each with a culprit and a remedy, the worst first."""
 
 from collections import defaultdict
 from statistics import median
@@ -10,30 +10,30 @@ from stormtorch.watch.job import named
 from stormtorch.watch.job_snapshot import JobSnapshot, State
 from stormtorch.watch.verdict_links import losses, slow_or_long_links
 
-# A rank is slow if it computes for longer than the others by this factor; ranks on equal machines differ by about a
-# tenth. Everybody must wait for it for at least this share of a step, or it does not matter.
+# A rank is slow if it computes longer than the others by this factor (ranks on equal machines differ by about a
+# tenth), and if the others wait for it for at least this share of a step.
 _SLOWER = 1.25
 _WAITED = 0.1
-# Waiting for the network is worth a sentence above a quarter of a step, and is what to work on above a half.
+# Waiting for the network is a warning above a quarter of a step, and a problem above a half.
 _NETWORK, _NETWORK_MOST = 0.25, 0.5
 # The bound holds on average; single samples go above it by some tens of percent.
 _OVER_BOUND = 1.5
-# A step has several exchanges, each of which takes its milliseconds however little it carries.
+# A step has several exchanges, and each has a fixed cost of milliseconds, however small it is.
 _TINY_MODEL, _SHORT_STEP_S = 200_000, 0.03
-# Ranks that use less than that, all together, do not wait for each other's cores.
+# Ranks that use fewer cores than this in total do not wait for each other's cores.
 _ONE_CORE = 0.8
-# Steps that the guard made exact. Some at the beginning of a training are usual.
+# Share of steps that the convergence guard made exact. Some at the beginning of a training are usual.
 _GUARDED = 0.2
-# A wait that has lasted for so long is no part of a step any more.
+# A longer wait than this is not part of a normal step.
 _HANGS_S = 10.0
-# Records come once a second and ranks move in step: whoever is behind by more than this many seconds of steps is.
+# Records come once a second and ranks step together: one that is behind by more seconds of steps than this is late.
 _BEHIND_S = 15.0
 
 
 def judge(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
-    """Returns what is to be said of a job, the most important first; at least one finding."""
+    """Returns the diagnoses of a job, the most important first; at least one."""
     if job_snapshot.state is State.EMPTY:
-        words = "No rank has told anything yet"
+        words = "No rank has reported yet"
         return [
             JobDiagnosis(
                 level=Level.IDLE, kind="empty", text=words, remedy="records begin with the first steps of a job"
@@ -56,7 +56,7 @@ def _ends(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
     for rank, process in job_snapshot.everyone.items():
         if job_snapshot.states[rank] is State.FAILED:
             step = f" at step {process.step:,}" if process.step is not None else ""
-            # Errors begin with the rank that raised them, which is named already.
+            # Errors begin with the rank that raised them; the sentence names it already.
             alike[f"failed{step}: {(process.why or '').replace(f'rank {rank}: ', '', 1)}"].append(rank)
     return [
         JobDiagnosis(
@@ -84,7 +84,7 @@ def _silence(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
         if left:
             after = "train on" if running else "went on to an error" if failed else "went on to the end"
             words += f", and {left} of {len(states)} ranks {after}"
-        remedy = "start it again with the same command, and it comes back in" if running else ""
+        remedy = "start it again with the same command, and it rejoins" if running else ""
         level = Level.BAD if running or failed else Level.WARN
         # A death comes before the errors that follow from it.
         weight = 9.5 if failed else 5.0
@@ -92,11 +92,11 @@ def _silence(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
     if silent:
         quiet = time_text(job_snapshot.now - max(job_snapshot.everyone[rank].arrived for rank in silent))
         if running:
-            words = f"{does(where(job_snapshot, silent), 'has', 'have')} told nothing for {quiet}"
-            remedy = "see whether the process still runs, and whether its folder or its port can be reached from here"
+            words = f"{does(where(job_snapshot, silent), 'has', 'have')} not reported for {quiet}"
+            remedy = "check that the process still runs, and that its folder or its port is reachable from here"
         else:
             step = max(job_snapshot.everyone[rank].step or 0 for rank in silent)
-            words = f"Nobody has told anything for {quiet}, and no rank said that it ended; the last step was {step:,}"
+            words = f"No rank has reported for {quiet}, and none has ended; the last step was {step:,}"
             remedy = "it was killed, or hangs: look at its output, or attach py-spy to one of its processes"
         found.append(JobDiagnosis(level=Level.BAD, kind="silent", text=words, remedy=remedy, ranks=silent, weight=6.0))
     return found
@@ -109,12 +109,12 @@ def _hangs(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
     live = job_snapshot.live
     alone = tuple(rank for rank, process in live.items() if not process.quorum)
     if alone:
-        words = f"{does(where(job_snapshot, alone), 'hears', 'hear')} no majority of the ranks, and training waits"
-        remedy = "start the ranks that are missing, or see why their datagrams do not arrive (stormtorch doctor)"
+        words = f"{does(where(job_snapshot, alone), 'reaches', 'reach')} no majority of the ranks, and training waits"
+        remedy = "start the missing ranks, or find out why their datagrams do not arrive (stormtorch doctor)"
         found.append(JobDiagnosis(level=Level.BAD, kind="quorum", text=words, remedy=remedy, ranks=alone, weight=8.0))
     waiting = {rank: process for rank, process in live.items() if process.waits_s >= _HANGS_S}
     if waiting:
-        # Whoever is waited for and does not wait itself holds up the others.
+        # A rank that is waited for and does not wait itself holds up the others.
         late = {peer for process in waiting.values() for peer in process.waits_for} - waiting.keys()
         longest = max(waiting.values(), key=lambda process: process.waits_s)
         call = f" in {longest.waits_in}" if longest.waits_in else ""
@@ -124,9 +124,9 @@ def _hangs(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
         if late and len(late) < len(live):
             words += f" for {named(tuple(late))}"
         remedy = (
-            "see what that rank does (py-spy dump)"
+            "see where that rank is (py-spy dump)"
             if late
-            else "the ranks wait for each other: do all make the same calls?"
+            else "the ranks wait for each other: make sure that all make the same calls"
         )
         found.append(
             JobDiagnosis(level=Level.BAD, kind="hang", text=words, remedy=remedy, ranks=tuple(late), weight=7.0)
@@ -135,7 +135,7 @@ def _hangs(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
 
 
 def _behind(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
-    """Finds ranks whose count of steps has fallen behind, as a program that skips steps on some ranks does."""
+    """Finds ranks whose step count has fallen behind, as when a program skips steps on some ranks."""
     live = {rank: process for rank, process in job_snapshot.live.items() if process.step is not None}
     if job_snapshot.state is not State.RUNNING or len(live) < 2:
         return []
@@ -182,7 +182,9 @@ def _slow_rank(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
     if breakdowns[slowest].compute_s < _SLOWER * usual or share < _WAITED:
         return []
     factor = f"{breakdowns[slowest].compute_s / usual:.1f}x as long as" if usual > 0 else "much longer than"
-    words = f"{where(job_snapshot, (slowest,))} computes {factor} the others: everyone waits {time_text(waited)} a step for it"
+    words = (
+        f"{where(job_snapshot, (slowest,))} computes {factor} the others: they wait {time_text(waited)} a step for it"
+    )
     remedy = "check what else runs there, its clock and temperature, its data loader, and the size of its batches"
     level = Level.BAD if share >= 2 * _WAITED else Level.WARN
     return [
@@ -198,9 +200,9 @@ def _network(job_snapshot: JobSnapshot, cost: NetworkCost) -> list[JobDiagnosis]
     words = f"{percent(cost.network_share)} of a step is waiting for the network"
     if cost.line_share is not None:
         words += f", which is used at {percent(min(1.0, cost.line_share))} of its rate"
-    remedy = "send less (wire=torch.bfloat16 or torch.int8), take larger batches, or a faster line"
+    remedy = "send less (wire=torch.bfloat16 or torch.int8), use larger batches, or get a faster link"
     if len({process.host for process in job_snapshot.live.values()}) == 1 and len(job_snapshot.live) > 1:
-        # No line is slower than memory: processes of one machine wait for its cores.
+        # Shared memory is no bottleneck: processes of one machine wait for its cores.
         words = f"{percent(cost.network_share)} of a step is waiting for other ranks on the same machine"
         remedy = "they share its cores, so start fewer ranks or give each fewer threads (OMP_NUM_THREADS)"
         used = [process.cores for process in job_snapshot.live.values()]
@@ -226,12 +228,12 @@ def _drift(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
         drift, bound = process.latest.get("pair_drift"), process.latest.get("pair_bound")
         if drift is not None and bound and drift > _OVER_BOUND * bound:
             over[rank] = drift / bound
-    # One rank's samples are noise; half of the ranks agree only if it is so.
+    # One rank's samples are noisy; require half of the ranks.
     if not over or 2 * len(over) < len(job_snapshot.live):
         return []
     worst = max(over, key=lambda rank: over[rank])
-    words = f"Replicas drift apart by {over[worst]:.1f}x the bound that theory gives for this loss"
-    remedy = "losses come in bursts or gradients are large: lower max_lag, or repair more (budget)"
+    words = f"Replicas drift apart by {over[worst]:.1f}x the theoretical bound for this loss"
+    remedy = "losses come in bursts or gradients are large: lower max_lag, or retransmit more (budget)"
     return [JobDiagnosis(level=Level.WARN, kind="drift", text=words, remedy=remedy, ranks=tuple(over), weight=0.3)]
 
 
@@ -239,8 +241,8 @@ def _guard(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
     shares = {rank: totals.guarded / totals.steps for rank, totals in job_snapshot.step_totals.items()}
     if not shares or (mean := sum(shares.values()) / len(shares)) < _GUARDED:
         return []
-    words = f"The guard makes {percent(mean)} of the steps exact, as too little arrives"
-    remedy = "that is safe but slow: find what loses so much, or raise the guard's limit on purpose"
+    words = f"The guard makes {percent(mean)} of the steps exact, because too little arrives"
+    remedy = "that is safe but slow: find the cause of the loss, or raise the guard's limit"
     return [JobDiagnosis(level=Level.WARN, kind="guard", text=words, remedy=remedy, weight=0.2)]
 
 

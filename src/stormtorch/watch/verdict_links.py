@@ -1,4 +1,4 @@
-"""Findings about links: who loses, which line is slow or long."""
+"""Diagnoses of links: lossy hosts and links, slow links, long round trips."""
 
 from collections import defaultdict
 from statistics import median
@@ -8,17 +8,17 @@ from stormtorch.watch.cost import network_cost
 from stormtorch.watch.diagnoses import JobDiagnosis, Level, does, percent, where
 from stormtorch.watch.job_snapshot import JobSnapshot, LinkState
 
-# A rank or link stands out if it loses at least this. Half a percent is beyond what healthy Ethernet does (below
-# 0.01 %), and what Wi-Fi shows in good times; an estimate of a thousand datagrams is good to about 0.2 %.
+# A rank or link stands out if it loses at least this. Healthy Ethernet and good Wi-Fi lose less (Ethernet below 0.01
+# %); an estimate from a thousand datagrams is accurate to about 0.2 %.
 _LOSS = 0.005
-# ... and this many times what the others lose: a network that loses evenly has no culprit. Estimates of the same loss
-# on different links differ by less than half.
+# ... and at least this many times the loss of the others: evenly distributed loss has no culprit. Estimates of the same
+# loss on different links differ by less than half.
 _STANDS_OUT = 3.0
-# All links together: from here on, loss costs a training about as much as it costs a batch, 1 % of the steps.
+# Median loss of all links from which it matters: it costs about as many steps, 1 %.
 _EVEN_LOSS = 0.01
-# Rates and round trips of single links: rate control and queues make factors of two; four is another kind of line. A
-# longer round trip matters only where it is felt, from some milliseconds on.
-_OTHER_LINE = 4.0
+# A link is slow or long by at least this factor; rate control and queues alone cause factors of two. A round trip
+# matters only from some milliseconds on.
+_OUTLIER_FACTOR = 4.0
 _FELT_RTT_S = 0.005
 
 
@@ -37,7 +37,7 @@ def losses(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
         diagnosis for inside, receives in ends if (diagnosis := _bad_end(job_snapshot, loss, inside, receives=receives))
     ]
     suspects += _bad_direction(job_snapshot, loss, groups) if len(groups) == 2 else []
-    # A host that loses what it receives makes all others look a little like bad senders: the worst explains most.
+    # A host that loses what it receives makes all others look like bad senders: start with the worst.
     for diagnosis in sorted(suspects, key=lambda each: -each.weight):
         if not explained.issuperset(diagnosis.links):
             found.append(diagnosis)
@@ -53,15 +53,15 @@ def losses(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
         cost = network_cost(job_snapshot)
         words = f"All links lose about {percent(sum(rest) / len(rest))}, none much more than the others"
         if cost.more_steps is not None:
-            price = f"; that costs about {percent(cost.more_steps)} more steps by theory"
-            words += price if cost.more_steps >= 5e-4 else "; repair makes up for it"
-        remedy = "look at what they share: a switch, a VPN, Wi-Fi, a rate above what the line carries"
+            price = f"; theory predicts about {percent(cost.more_steps)} more steps"
+            words += price if cost.more_steps >= 5e-4 else "; retransmission makes up for it"
+        remedy = "check what they share: a switch, a VPN, Wi-Fi, an uplink that is too slow"
         found.append(JobDiagnosis(level=Level.WARN, kind="loss", text=words, remedy=remedy, weight=usual))
     return found
 
 
 def _groups(job_snapshot: JobSnapshot) -> list[tuple[int, ...]]:
-    """The ranks of each host, or each rank by itself where hosts are not known or there is only one."""
+    """The ranks of each host, or each rank alone if hosts are unknown or there is only one."""
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank, process in job_snapshot.live.items():
         by_host[process.host or f"rank {rank}"].append(rank)
@@ -73,7 +73,7 @@ def _groups(job_snapshot: JobSnapshot) -> list[tuple[int, ...]]:
 def _bad_end(
     job_snapshot: JobSnapshot, loss: dict[tuple[int, int], float], inside: tuple[int, ...], *, receives: bool
 ) -> JobDiagnosis | None:
-    """Finds a host that loses what it receives from everybody, or whose sendings everybody loses."""
+    """Diagnoses a host that loses what it receives from all others, or whose datagrams all others lose."""
     own = {
         link: value
         for link, value in loss.items()
@@ -82,7 +82,7 @@ def _bad_end(
     others = [value for link, value in loss.items() if link[0] not in inside and link[1] not in inside]
     if len(own) < 2 or not others:
         return None
-    # The least of its links must stand out, so that one bad link alone is not taken for a bad host.
+    # Even its best link must stand out: one bad link does not make a bad host.
     least = max(_LOSS, _STANDS_OUT * median(others))
     if min(own.values()) < least / 2 or median(own.values()) < least:
         return None
@@ -94,7 +94,7 @@ def _bad_end(
         usual = "check its cable, its switch port or its receive buffer (net.core.rmem_max)"
         remedy = _overflowed(full) if full > 0 else usual
     else:
-        words = f"Everybody loses {percent(mean)} of what {who[0].lower() + who[1:]} sends"
+        words = f"All receivers lose {percent(mean)} of what {who[0].lower() + who[1:]} sends"
         remedy = "check its cable, its switch port or its rate (Options(rate=...))"
     return JobDiagnosis(
         level=Level.BAD, kind="receiver" if receives else "sender", text=words, remedy=remedy, ranks=inside,
@@ -105,7 +105,7 @@ def _bad_end(
 def _bad_direction(
     job_snapshot: JobSnapshot, loss: dict[tuple[int, int], float], groups: list[tuple[int, ...]]
 ) -> list[JobDiagnosis]:
-    """Between two hosts, finds directions that lose; which of the two ends is to blame cannot be told from here."""
+    """Between two hosts, finds lossy directions; which of the two ends is at fault cannot be determined."""
     found = []
     for sender, receiver in (groups, groups[::-1]):
         own = {link: value for link, value in loss.items() if link[0] in sender and link[1] in receiver}
@@ -114,7 +114,7 @@ def _bad_direction(
             continue
         mean = sum(own.values()) / len(own)
         names = [where(job_snapshot, each) for each in (sender, receiver)]
-        words = f"{percent(mean)} is lost of what goes from {' to '.join(each[0].lower() + each[1:] for each in names)}"
+        words = f"{percent(mean)} is lost on the way from {' to '.join(each[0].lower() + each[1:] for each in names)}"
         full = sum(job_snapshot.everyone[rank].counter("overflow") for rank in receiver)
         remedy = (
             _overflowed(full) if full > 0 else "check the cable and the switch ports of both, and the receiver's buffer"
@@ -155,12 +155,12 @@ def slow_or_long_links(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
     rates = [link for link in links if link.rate]
     if len(rates) >= 4:
         usual = median(link.rate or 0.0 for link in rates)
-        slow = [link for link in rates if (link.rate or 0.0) * _OTHER_LINE <= usual]
+        slow = [link for link in rates if (link.rate or 0.0) * _OUTLIER_FACTOR <= usual]
         if slow and 2 * len(slow) < len(rates):
             words, ranks = _common_end(job_snapshot, slow)
             worst = min(link.rate or 0.0 for link in slow)
             text = f"{words} carries {rate_text(8 * worst)}, the others {rate_text(8 * usual)}"
-            remedy = "check the speed that its interface agreed on (ethtool), and what else uses the line"
+            remedy = "check the negotiated speed of its interface (ethtool), and other traffic"
             pairs = tuple((link.sender, link.receiver) for link in slow)
             found.append(
                 JobDiagnosis(
@@ -170,12 +170,12 @@ def slow_or_long_links(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
     trips = [link for link in links if link.rtt_s]
     if len(trips) >= 4:
         usual = median(link.rtt_s or 0.0 for link in trips)
-        far = [link for link in trips if (link.rtt_s or 0.0) >= max(_FELT_RTT_S, _OTHER_LINE * usual)]
+        far = [link for link in trips if (link.rtt_s or 0.0) >= max(_FELT_RTT_S, _OUTLIER_FACTOR * usual)]
         if far and 2 * len(far) < len(trips):
             words, ranks = _common_end(job_snapshot, far)
             worst = max(link.rtt_s or 0.0 for link in far)
             text = f"{words} takes {time_text(worst)} for a round trip, the others {time_text(usual)}"
-            remedy = "check its route, and whether a queue on the way is full"
+            remedy = "check its route, and for a full queue on the way"
             pairs = tuple((link.sender, link.receiver) for link in far)
             found.append(
                 JobDiagnosis(
@@ -186,7 +186,7 @@ def slow_or_long_links(job_snapshot: JobSnapshot) -> list[JobDiagnosis]:
 
 
 def _common_end(job_snapshot: JobSnapshot, links: list[LinkState]) -> tuple[str, tuple[int, ...]]:
-    """Names the rank that all these links share, or the worst of them."""
+    """Names the rank that all these links share, or the worst link."""
     if len(links) > 2:
         for rank in {end for link in links for end in (link.sender, link.receiver)}:
             if all(rank in (link.sender, link.receiver) for link in links):

@@ -1,4 +1,4 @@
-"""A job that is read again and again, for several readers."""
+"""Watcher: polls a source of records and serves the job's state to several readers."""
 
 import json
 import threading
@@ -12,25 +12,25 @@ from stormtorch.watch.prometheus import JobMetrics
 from stormtorch.watch.snapshot_json import snapshot
 from stormtorch.watch.sources import Source
 
-# A file that is read for the first time is as old as the file system says, unless its records say that it is older by
-# more than clocks usually differ: then somebody has copied it.
+# The age of a file at its first read is that of the file system, unless its records are older by more than clocks
+# usually differ: then the file was copied.
 _COPIED_S = 600.0
-# A long run is read in parts; whoever watches sees the first ones soon, and the rest with the next calls.
+# A long run is read in parts, so that the first ones are shown soon.
 _LONGEST_READ_S = 10.0
 
 
 class Watcher:
-    """Reads a source into a job, and says what state it is in. Any thread may call it, one of them `read`.
+    """Reads a source into a job and returns its state. Thread-safe, except that only one thread may call `read`.
 
     Args:
-        source: Where records come from.
+        source: Source of the records.
     """
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self._begin()
         self._lock = threading.Lock()
-        # Unix time that nobody sets back or forth while this watches.
+        # Offset to a unix time that does not jump when the system clock is set.
         self._ahead_s = time.time() - time.monotonic()
         self._cached: tuple[tuple[int, int, int, float | None], bytes] | None = None
 
@@ -38,10 +38,10 @@ class Watcher:
         self.job, self._metrics, self._read = Job(), JobMetrics(), self.source.job
 
     def read(self) -> bool:
-        """Adds what is new; returns whether there was anything."""
+        """Adds new records; returns whether there were any."""
         any_new = False
         until = time.monotonic() + _LONGEST_READ_S
-        while found := self.source.read():  # may take seconds: nobody else waits meanwhile
+        while found := self.source.read():  # may take seconds: the lock is not held
             any_new = True
             with self._lock:
                 if self._read not in (None, self.source.job):
@@ -55,7 +55,7 @@ class Watcher:
         return any_new
 
     def _add(self, who: ProcessId, records: list[Record]) -> None:
-        """Adds records of one process. The last came just now; its own clock says how long before that the others."""
+        """Adds records of one process. The last one arrived now; the process's clock dates the others before it."""
         now = self._now()
         times = [time_of(record, now) for record in records]
         last = max((each for each in times if each is not None), default=now)
@@ -73,7 +73,7 @@ class Watcher:
             return snapshot(self.job, self._now(), self.source.name, since=since, width_s=width_s)
 
     def as_json(self, since: int = 0, width_s: float | None = None) -> bytes:
-        """Returns the state as JSON. Readers who ask for the same within a second share one answer."""
+        """Returns the state as JSON. Identical requests within a second share one answer."""
         key = (self.job.records, int(time.time()), since, width_s)
         cached = self._cached
         if cached is None or cached[0] != key:
@@ -82,7 +82,7 @@ class Watcher:
         return cached[1]
 
     def metrics(self) -> str:
-        """Returns the latest numbers of all ranks as Prometheus reads them."""
+        """Returns the metrics of all ranks in the text format of Prometheus."""
         with self._lock:
             return self._metrics.text()
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="attr-defined, no-untyped-call"
-"""Gradients that may lose packets: replicas stay identical, and training goes on as well as without loss."""
+"""Lossy gradients: replicas stay identical, and training converges as well as without loss."""
 
 import argparse
 import hashlib

@@ -1,4 +1,4 @@
-"""Plans of how shards move: every range of every shard reaches its new owner and its standby exactly once."""
+"""Resharding plans: every range of every shard reaches its new owner and its standby exactly once."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Processes that are killed, stopped or said to be gone: how long the others pause, and whom they leave out."""
+"""Killed and stopped processes, and forged ICMP messages: how long ranks pause, and which rank they exclude."""
 
 import os
 import signal
@@ -40,8 +40,8 @@ def raw() -> Iterator[socket.socket]:
 
 
 def refusal(port: int, refused: int, source: int, cookie: int) -> bytes:
-    """An ICMP message that says that nobody listens at a port, in answer to a ping of a rank at another port."""
-    # Version 2 and kind ping, flags, source, check, cookie; the rest is not looked at.
+    """An ICMP "port unreachable" message, in answer to a ping of a rank at another port."""
+    # Version 2 and kind ping, flags, source, check, cookie; the rest is not read.
     ping = struct.pack("<BBHII20x", 2 << 4 | 7, 0, source, 0, cookie)
     host = socket.inet_aton("127.0.0.1")
     udp = struct.pack("!HHHH", port, refused, 8 + len(ping), 0)
@@ -53,7 +53,7 @@ def refusal(port: int, refused: int, source: int, cookie: int) -> bytes:
 
 
 def forge(raw: socket.socket, running: Job, cookie: int, seconds: float) -> None:
-    """Says to rank 0, a hundred times a second, that nobody listens at the port of rank 1."""
+    """Sends rank 0 a forged "port unreachable" of rank 1's port, a hundred times a second."""
     message = refusal(running.port(0), running.port(1), 0, cookie)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -67,14 +67,14 @@ def test_forged_refusals_leave_out_nobody_who_answers_and_without_the_cookie_nob
         forge(raw, running, running.cookie(), 2.5)
         assert [running.view(rank) for rank in range(4)] == [1] * 4
         assert all(running.steps(rank)[-1] > time.monotonic() - 3.0 for rank in range(4))
-        # Rank 1 answers nobody for a while: who does not see its datagrams cannot quote them.
+        # Rank 1 is stopped for a while: an attacker that does not see its datagrams cannot quote them.
         running.send(running.processes[1], signal.SIGSTOP)
         forge(raw, running, running.cookie() ^ 1, 2.5)
         running.send(running.processes[1], signal.SIGCONT)
         at = time.monotonic()
         running.wait_for(lambda: all(running.steps(rank)[-1] > at for rank in range(4)))
         assert [running.view(rank) for rank in range(4)] == [1] * 4
-        # That the forgeries arrive at all: on the way of datagrams, where they can be dropped anyway, they work.
+        # Check that forgeries arrive: an attacker on the path, who could drop datagrams anyway, succeeds.
         running.send(running.processes[1], signal.SIGSTOP)
         at = time.monotonic()
         forge(raw, running, running.cookie(), 2.5)

@@ -1,4 +1,4 @@
-"""Jobs whose ranks die at any moment of a step are what one process computes from who gave what."""
+"""Jobs whose ranks die at any moment of a step equal a single-process recomputation from recorded contributions."""
 
 import pickle
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from recompute_check import check
 from recompute_program import Event, Program, Schedule
 from recompute_recordings import Differs
 
-# Deaths within a step, one after the other: while gradients are on their way, before the standby has those of the
-# owner, and while parameters are on their way.
+# Deaths within a step, one after the other: while gradients are in flight, before the standby has the owner's
+# gradients, and while parameters are in flight.
 WITHIN_STEPS = (
     Event("die", 4, 4, "bucket", place=1),
     Event("die", 1, 7, "taking", members=4),
     Event("die", 2, 10, "sending", place=1, members=3),
 )
-# Rank 1 dies when its standby has its gradients and nobody its parameters: nobody clamps these after that step.
+# Rank 1 dies when its standby has its gradients and no rank has its parameters: no rank clamps these after that step.
 EXACTLY = Schedule(
     1,
     4,
@@ -32,7 +32,7 @@ LOSSY = Schedule(2, 5, Program(loss=0.1), WITHIN_STEPS)
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the ranks of `EXACTLY` have written down."""
+    """The recordings of the ranks of `EXACTLY`."""
     folder = tmp_path_factory.mktemp("kept")
     counts = recompute(EXACTLY, folder)
     assert (folder / str(EXACTLY.seed) / "book-2-1").exists(), "a rank has come back"
@@ -50,7 +50,7 @@ def test_job_with_a_death_and_a_return_is_recomputed_bit_for_bit(kept: Path) -> 
 
 @pytest.mark.thorough
 def test_deaths_within_steps_under_loss_leave_the_numbers_that_are_promised() -> None:
-    """Whatever was lost: means are of what arrived, owners' steps are of these means, and copies are what was sent."""
+    """Despite loss, means are of what arrived, owners' steps use these means, and copies equal what was sent."""
     counts = recompute(LOSSY)
     assert counts["views"] == 3
     assert counts["named: last update lost"] <= 2, "only the two that had their gradients may take an update with them"
@@ -65,7 +65,7 @@ def test_outer_step_of_an_owner_that_dies_before_its_answer_is_the_standbys() ->
 
 @pytest.mark.thorough
 def test_a_standby_that_is_new_says_that_it_lacks_what_the_program_has_changed() -> None:
-    """It has followed one step only, and owns nothing that it could have seen the program change."""
+    """It has followed only one step, and owns nothing that could show the program's changes."""
     events = Event("join", 5, 4), Event("die", 4, 5, "sending", members=6)
     counts = recompute(Schedule(5, 5, Program(clamp=True, optimizer="rmsprop"), events))
     assert counts["named: unequal"] == 1
@@ -73,7 +73,7 @@ def test_a_standby_that_is_new_says_that_it_lacks_what_the_program_has_changed()
 
 @pytest.mark.thorough
 def test_ranks_die_one_after_the_other_also_where_all_wait_for_the_same_view() -> None:
-    """Each at its own step, so that a majority of every view is left, and whoever returns does so before the end."""
+    """Each dies at its own step, so that a majority of every view remains, and ranks rejoin before the end."""
     events = (
         Event("join", 4, 3),
         Event("die", 3, 5, seconds=0.2, members=5),
@@ -85,7 +85,7 @@ def test_ranks_die_one_after_the_other_also_where_all_wait_for_the_same_view() -
 
 
 def change(kind: str, name: str) -> Callable[[list[dict[str, Any]]], None]:
-    """Returns what changes the last bits of a number in the fifth record of a kind."""
+    """Returns a function that changes the last bits of a number in the fifth record of a kind."""
 
     def work(records: list[dict[str, Any]]) -> None:
         values = [each for each in records if each["kind"] == kind][4][name]
@@ -125,7 +125,7 @@ def test_a_single_wrong_number_is_found(
 
 @pytest.mark.thorough
 def test_models_that_are_averaged_rarely_and_their_anchors_are_recomputed() -> None:
-    """A rank dies while parameters of an outer step are on their way, and another begins from a member's model."""
+    """A rank dies while parameters of an outer step are in flight, and another joins with a member's model."""
     events = (Event("die", 1, 4, "bucket", place=1), Event("die", 2, 11, "rest", seconds=0.2, members=3))
     counts = recompute(Schedule(3, 4, Program(diloco=True, optimizer="adam", micro=2), events))
     assert counts["outer step"] > 20 and counts["anchors"] > 20 and counts["model"] > 50
@@ -142,7 +142,7 @@ def test_rank_that_returns_waits_for_the_next_view_where_another_dies_meanwhile(
 
 @pytest.mark.thorough
 def test_rank_that_leaves_while_others_have_begun_to_average_takes_part_once_more() -> None:
-    """They could neither end that round without it nor begin a view before."""
+    """The members could neither end that round without it nor begin a view before."""
     leave = Event("leave", 1, 8, seconds=0.5, members=3)
     counts = recompute(Schedule(5, 3, Program(diloco=True), (leave,)))
     assert counts["ends"] == 2 and counts["views"] == 2

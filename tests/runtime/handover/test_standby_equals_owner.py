@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""What a program does beside `step` counts on a standby, too: if a rank dies, its shard goes on with the same bits."""
+"""A standby also replicates the program's changes outside `step`: if a rank dies, its shard keeps the same bits."""
 
 import copy
 from collections.abc import Callable
@@ -36,7 +36,7 @@ WORLD, AT, STEPS = 3, 5, 9
 
 
 class Counting(torch.optim.Optimizer):
-    """Adam whose number of steps is an attribute, and that adds weight decay to the gradients themselves."""
+    """Adam that counts steps in an attribute and adds weight decay to the gradients."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})
@@ -79,7 +79,7 @@ class Noisy(torch.optim.SGD):
 
 
 class Shrinking(torch.optim.SGD):
-    """SGD that shrinks parameters when its base class has stepped."""
+    """SGD that shrinks parameters after the step of its base class."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as users write it
@@ -104,7 +104,7 @@ def nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """A way to write a training loop; the same functions run on a rank and in a plain process."""
+    """A variant of a training loop; the same functions run on a rank and in a plain process."""
 
     make: Callable[[nn.Module], Optimizer] = adamw
     before: Callable[[nn.Module, Optimizer], None] = nothing
@@ -240,7 +240,7 @@ def trained(
 
             step(program, member.model, member.optimizer, number, compute)
             if policy is not EXACTLY and number == AT - 1:
-                member.values()  # under a lossy policy, a step does not wait for what is on its way to standbys
+                member.values()  # under a lossy policy, a step does not wait for data in flight to standbys
         if member.rank in dying:
             member.die()
             return None
@@ -268,13 +268,13 @@ def test_survivors_go_on_as_a_process_that_does_the_same(program: str, victim: i
 def test_lossy_policy_on_a_network_that_loses_nothing_follows_too(program: str) -> None:
     policy = BoundedDrift(bucket_mb=5e-4)
     for ours, _ in trained(PROGRAMS[program], {0: AT}, policy=policy):
-        # Owners divide by how many have arrived, and round otherwise.
+        # Owners divide by the number of arrivals, which rounds differently.
         assert_close(ours, plain(PROGRAMS[program], {0: AT}), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("program", ["p.data.clamp_", "clamp in a post hook", "p.data = ..."])
 def test_model_in_bfloat16_is_followed_as_it_is_without_a_death(program: str) -> None:
-    """The death of a rank that gives no gradients changes nothing."""
+    """The death of a rank that contributes no gradients changes nothing."""
 
     def run(dying: dict[int, int]) -> list[torch.Tensor]:
         def work(member: Member) -> list[torch.Tensor] | None:
@@ -367,7 +367,7 @@ def test_standby_that_cannot_repeat_steps_is_said_and_made_equal() -> None:
         if found is not None:
             events, before, after = found
             assert any("could not be repeated here" in each for each in events)
-            # It was made equal some steps ago at most: without that, nine steps would be between them.
+            # It was resynchronised at most some steps ago: otherwise they would be nine steps apart.
             assert max(float((one - other).abs().max()) for one, other in zip(before, after, strict=True)) < 5e-3
 
 
@@ -389,7 +389,7 @@ def test_shard_that_goes_on_from_an_unequal_standby_is_named() -> None:
 
 
 def test_parameter_that_lost_a_part_of_its_state_begins_anew_as_a_whole() -> None:
-    """Two ranks have no standby: half of a parameter's moments are lost, and Adam must not go on from the rest."""
+    """Two ranks have no standby: half of a parameter's moments are lost, and Adam must not continue from the rest."""
     policy = BoundedDrift(reliability=EXACT, bucket_mb=5e-4)
 
     def work(member: Member) -> tuple[list[torch.Tensor], list[torch.Tensor], Any] | None:
@@ -407,5 +407,5 @@ def test_parameter_that_lost_a_part_of_its_state_begins_anew_as_a_whole() -> Non
     cut = [number for number, each in state["state"].items() if float(each["step"]) == 1.0]
     assert cut, "some parameter had lost a part of its state"
     for one, other in zip(before, after, strict=True):
-        # An update of Adam that begins anew is lr long; zeros beside 30 steps would make it several times that.
+        # An update of a reset Adam has size lr; zero moments next to 30 steps would make it several times larger.
         assert float((one - other).abs().max()) < 0.0101

@@ -1,4 +1,4 @@
-"""Owners that go dark at a step: whoever is left goes on as one process does that leaves their gradients out."""
+"""Owners that become unreachable at a step: survivors train as one process does without their gradients."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ STEPS, AT = 9, 4
 
 
 class Rescaling(torch.optim.Optimizer):
-    """An optimizer of somebody's own, which must see whole parameters: it divides by the norm of the gradient."""
+    """A user's optimizer that needs whole parameters: it divides by the norm of the gradient."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})

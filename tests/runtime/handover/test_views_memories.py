@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""What owners remember of a rank goes with it, and begins anew when the rank does: absence leaves no ghost behind."""
+"""Owners drop their memory of a rank that leaves, and start it again when the rank rejoins: nothing stale remains."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ by_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.ke
 
 
 def target(rank: int) -> torch.Tensor:
-    """Where the numbers of a rank would go if it were alone."""
+    """The values to which a rank would converge if it were alone."""
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(rank)) + rank
 
 
@@ -41,7 +41,7 @@ def train(member: Member, steps: int) -> None:
 
 
 def far(values: torch.Tensor, members: list[int]) -> float:
-    """Distance to the optimum of some ranks, as a fraction of what it was at the beginning."""
+    """Distance to the optimum of some ranks, as a fraction of the initial distance."""
     optimum = torch.stack([target(rank) for rank in members]).mean(0)
     return float((values - optimum).norm() / optimum.norm())
 

@@ -1,4 +1,4 @@
-"""Programs with several sessions, or several exchanges per step, go on whoever comes and goes at whichever moment."""
+"""Programs with several sessions, or several exchanges per step, survive ranks that join and leave at any moment."""
 
 import pytest
 

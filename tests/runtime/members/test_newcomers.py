@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""A process that joins or returns goes on as the others: with what optimizers count beside the state of parameters."""
+"""A joining or rejoining process continues like the other ranks, including the optimizer's auxiliary state."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ EVERYWHERE = GradientAveraging(reliability=EXACT, give_up_s=20.0)
 
 
 class Counting(torch.optim.SGD):
-    """Steps become shorter, by a count that a subclass keeps somewhere."""
+    """Steps become shorter with a count that a subclass stores in some place."""
 
     def count(self) -> float:
         """Counts a step."""
@@ -41,7 +41,7 @@ class Counting(torch.optim.SGD):
 
 
 class InAttribute(Counting):
-    """As many optimizers that people write."""
+    """Counts in an attribute, as many user optimizers do."""
 
     t = 0
 
@@ -52,7 +52,7 @@ class InAttribute(Counting):
 
 
 class InState(Counting):
-    """As MADGRAD."""
+    """Counts in `state`, as MADGRAD does."""
 
     def count(self) -> float:
         """Counts a step."""
@@ -71,7 +71,7 @@ class Clock:
 
 
 class InObject(Counting):
-    """With an object that counts, as schedules of momentum do."""
+    """Counts in an object, as momentum schedules do."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -84,7 +84,7 @@ class InObject(Counting):
 
 
 class InSet(Counting):
-    """With something that nobody could send."""
+    """Has state that cannot be sent."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -97,7 +97,7 @@ class InSet(Counting):
 
 
 class InTensors(torch.optim.SGD):
-    """With momentum in a dictionary of its own."""
+    """Keeps momentum in a separate dictionary."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -234,7 +234,7 @@ def test_nothing_of_the_object_itself_can_be_replaced_from_outside() -> None:
 
 
 def given(what: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """What a process prepares, in which one thing is another than usual."""
+    """Arguments of `prepare`, of which one differs from the job's."""
     model = perceptron(inside=16 if what == "model" else 24)
     if what == "frozen":
         next(model.parameters()).requires_grad_(False)
@@ -244,7 +244,7 @@ def given(what: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 @pytest.mark.parametrize("what", ["model", "frozen", "optimizer", "policy", "averaging policy"])
 def test_newcomer_with_something_else_is_refused_and_the_others_go_on(what: str) -> None:
-    """Only the first processes of a job were compared: others trained something else in silence, or died obscurely."""
+    """Regression: once only the first processes were compared; later ones trained other models or died obscurely."""
 
     def begin(transport: Transport, _again: bool = False, what: str = "", **more: Any) -> tuple[Any, Any]:
         model, optimizer, policy = given(what)
@@ -258,7 +258,7 @@ def test_newcomer_with_something_else_is_refused_and_the_others_go_on(what: str)
 
     def in_vain(transport: Transport) -> None:
         named = {"frozen": "model", "averaging policy": "policy"}.get(what, what)
-        with pytest.raises(ValueError, match=f"rank 2 comes into a running job with another {named} than the job's"):
+        with pytest.raises(ValueError, match=f"rank 2 joins a running job with another {named} than the job's"):
             step(*(begin(transport, reliability=EXACT) if averaging else begin(transport, what=what)))
 
     averaging = what == "averaging policy"

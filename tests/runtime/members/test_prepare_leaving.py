@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Ranks that leave: they stay as long as another may save what they own, and no longer."""
+"""Ranks that leave: they stay while another rank may save their shards, and no longer."""
 
 import gc
 import re
@@ -19,7 +19,7 @@ from stormtorch.policies.policy import Policy
 from stormtorch.udp.udp import UdpTransport
 from training import perceptron
 
-# Who is waited for is waited for until then, so whatever takes half of it or less has not waited.
+# A wait for a missing rank lasts this long, so an operation that takes at most half of it has not waited.
 SILENCE_S = 20.0
 OPTIONS = Options(datagram_bytes=400, silence_s=SILENCE_S, timeout_s=30.0)
 LATE_S = 0.8
@@ -92,7 +92,7 @@ def test_a_rank_that_leaves_early_does_not_hold_up_one_without_gradients() -> No
         _, optimizer = trained(transport, 3)
         begin = time.monotonic()
         if transport.rank == 0:
-            optimizer.step()  # gradients are exchanged here, as no backward has done so
+            optimizer.step()  # gradients are exchanged here, because no backward has done so
         transport.drain()
         return time.monotonic() - begin
 
@@ -109,7 +109,7 @@ def test_a_rank_that_leaves_stays_for_one_that_waits_for_the_last_parameters() -
             time.sleep(LATE_S)
         optimizer.step()
         if transport.rank == 1:
-            return None  # without what rank 2 sends so late, which the others wait for
+            return None  # without the late data of rank 2, which the other ranks wait for
         optimizer.session.wait()
         return optimizer.state_dict() if transport.rank == 0 else None
 
@@ -134,7 +134,7 @@ def test_what_has_left_before_with_its_state_is_named_by_who_goes_on_alone() -> 
 
     gone, lost = local_world(2, work, options=OPTIONS)[0]
     assert gone == "view 2 begins at step 3 with 1 rank; rank 1 is gone"
-    assert lost.startswith("the shard of rank 1 had no standby left") and lost.endswith("begins anew")
+    assert lost.startswith("the shard of rank 1 had no standby left") and lost.endswith("is reset")
 
 
 def test_a_model_that_one_rank_has_not_quite_dropped_does_not_hold_up_the_end() -> None:
@@ -150,7 +150,7 @@ def test_a_model_that_one_rank_has_not_quite_dropped_does_not_hold_up_the_end() 
             gc.collect()
             gc.disable()
         dropped.wait()
-        held.pop(0, None)  # what a rank drops, only the collector frees
+        held.pop(0, None)  # only the garbage collector frees what a rank drops
         began = time.monotonic()
         transport.drain()
         del other
@@ -170,7 +170,7 @@ def test_a_rank_that_leaves_last_does_not_wait_for_a_majority_that_is_gone() -> 
     def work(transport: UdpTransport) -> None:
         model, optimizer = trained(transport, 2)
         if transport.rank == 0:
-            transport.close()  # without parting, as if it had never had the model
+            transport.close()  # without leaving the session, as if it had never had the model
             gone.set()
             return
         gone.wait(30.0)
@@ -204,7 +204,7 @@ def test_a_rank_that_begins_a_view_which_the_others_leave_gives_up_and_says_so()
         except StormError as error:
             assert re.search(r"rank 0: has waited . s \(give_up_s\) .*there is no majority", str(error))
             assert time.monotonic() - began > 1.0
-        else:  # they left one after the other, and each time those who stayed had agreed on a view without them
+        else:  # they left one after the other, and each time the remaining ranks had agreed on a view without them
             assert tuple(optimizer.session.view.members) == (0,)
         return time.monotonic() - began
 

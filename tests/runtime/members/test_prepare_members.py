@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Ranks that die and return while the others train on."""
+"""Ranks that die and rejoin while the others continue training."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ DRIFT = BoundedDrift(give_up_s=20.0)
 
 
 class Numbers(nn.Module):
-    """More of them than go to everyone in one trip, and a count."""
+    """More parameters than one trip to all ranks carries, and a buffer that counts."""
 
     def __init__(self, value: float, count: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_a_rank_returns_while_another_is_dead(policy: Policy) -> None:
         transport = connect(store, 2, WORLD, RETURNING)
         model = Numbers(0.0, 0)
         optimizer = prepared(transport, model, lr=7.0, policy=policy)
-        assert optimizer.param_groups[0]["lr"] == 0.0  # as of the others, who may have changed it since they began
+        assert optimizer.param_groups[0]["lr"] == 0.0  # as on the other ranks, which may have changed it
         live(transport, model, optimizer)
 
     in_threads([lambda rank=rank: first(rank) for rank in range(WORLD)])  # type: ignore[misc]
@@ -179,7 +179,7 @@ def test_a_rank_that_dies_while_it_returns_does_not_end_the_job_of_the_others(mo
         until = session.view.step + 6
         while session.steps < until:
             step()
-        # Settings that differ are found all the same.
+        # Different settings are still detected.
         if rank == 1:
             optimizer.param_groups[0]["lr"] = 3.0
         with pytest.raises(ValueError, match=r"lr of parameter group 0 is 0\.0 on ranks 0 and 3, 3\.0 on rank 1"):
@@ -212,5 +212,5 @@ def test_a_rank_that_is_missing_does_not_shrink_the_gradient(weights: Any) -> No
         return own.detach()
 
     for own in network.run(body)[:3]:
-        # But for the step in which it fell silent.
+        # Except for the step in which it became silent.
         assert own.mean() <= -5.7

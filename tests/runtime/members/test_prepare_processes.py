@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call, attr-defined"
 # torch's own backward is untyped, and torch.distributed has more than it declares.
-"""Prepared models in processes of their own, over UDP: what depends on a whole process, and what must not cost more."""
+"""Prepared models in separate processes over UDP: behaviour that depends on a whole process, and memory costs."""
 
 import gc
 import os
@@ -87,7 +87,7 @@ def dropout(member: Member) -> None:
         model = nn.Sequential(*perceptron(), nn.Dropout(0.5))
         rank = prepared(member, model)
         torch.manual_seed(100 * seed + member.rank)
-        losses = rank.train(STEPS, rank=0)  # the same data everywhere: ranks differ by what they drop alone
+        losses = rank.train(STEPS, rank=0)  # the same data on all ranks: they differ only by lost packets
         others = [torch.zeros(STEPS) for _ in range(member.world)]
         dist.all_gather(others, torch.tensor(losses))
         assert not torch.equal(others[0], others[1])
@@ -132,7 +132,7 @@ def compiled_too_early(member: Member) -> None:
     early = torch.compile(model, backend="aot_eager")
     early(vectors(0, 0))
     rank = prepared(member, model, policy=EXACTLY)
-    rank.model = early  # compiled code does not look for hooks that came later
+    rank.model = early  # compiled code does not see hooks that are registered later
     rank.train(STEPS)
     assert not sessions_of(model)[0]._parameter_barrier.overlap
     with exact(model):
@@ -167,7 +167,7 @@ def saved_by_one_rank(member: Member) -> None:
         if member.rank == 0:
             alone = [each.clone() for each in rank.model.state_dict().values()]
             assert rank.optimizer.state_dict()["state"]
-        dist.barrier()  # the others take part from here
+        dist.barrier()  # the other ranks serve the call from here
     expected = rank.values()
     if member.rank == 0:
         assert_same(alone, expected)
@@ -188,13 +188,13 @@ CASES = {
 
 
 def job(member: Member, names: list[str]) -> None:
-    # Datagrams of Ethernet's size: with loopback's, the model is a few chunks, and what arrives of those is chance.
+    # Datagrams of Ethernet's size: with loopback's, the model is a few chunks, and the arrived fraction is chance.
     options = Options(datagram_bytes=1472)
     dist.init_process_group("storm", store=member.store, rank=member.rank, world_size=member.world, pg_options=options)
     for name in names:
         CASES[name](member)
     dist.barrier()
-    # Models that are gone may live on in cycles on one rank only, and it would wait for the other to save them.
+    # A dropped model may survive in a reference cycle on one rank only, which would then wait for the other to save it.
     gc.collect()
     dist.destroy_process_group()
 
@@ -264,11 +264,11 @@ def test_a_rank_that_ends_by_an_exception_is_named_at_once_and_the_other_goes_on
 
 
 def live_bytes() -> int:
-    """Of all tensors that Python knows, each storage counted once."""
+    """Bytes of all tensors that Python knows, each storage counted once."""
     gc.collect()
     storages: dict[int, int] = {}
     for each in gc.get_objects():
-        # Where other tests have used torch.compile, tensors without memory may be left behind.
+        # Other tests that used torch.compile may leave tensors without memory behind.
         if issubclass(type(each), torch.Tensor) and not (each.is_sparse or issubclass(type(each), FakeTensor)):
             for tensor in (each, each.grad if each.is_leaf else None):
                 if tensor is not None:
@@ -292,7 +292,7 @@ def test_a_rank_has_the_model_its_gradients_and_its_share_of_the_rest(
     def work(rank: Rank) -> None:
         rank.train(4)
         regression(rank.model, vectors(rank.rank, 5)).backward()
-        if rank.rank == 0:  # the others wait in the next exchange, with gradients at hand as well
+        if rank.rank == 0:  # the other ranks wait in the next exchange, and have gradients in memory too
             found.append(live_bytes() - before - size)
         rank.optimizer.step()
         rank.values()
@@ -323,7 +323,7 @@ def test_models_that_were_prepared_and_dropped_leave_nothing_behind(policy: Poli
             with exact(model):
                 pass
             del model, optimizer
-            barrier(Group(transport)).wait()  # nobody has a model now
+            barrier(Group(transport)).wait()  # no rank has a model now
             if cycle in (1, 5):
                 found.append(left(transport))
             barrier(Group(transport)).wait()
@@ -331,7 +331,7 @@ def test_models_that_were_prepared_and_dropped_leave_nothing_behind(policy: Poli
 
     for before, after in SimulatedNetwork(2, loss=0.3, seed=1).run(work):
         assert after[1] == before[1]
-        assert after[0] <= before[0] + 2  # in how many pairs the last model's parameters were sent again is chance
+        assert after[0] <= before[0] + 2  # retransmissions of the last model's parameters are chance
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------

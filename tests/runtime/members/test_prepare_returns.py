@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Processes of a training that are killed, stopped, ended, cut off, and come back; others that join and leave."""
+"""Processes of a job that are killed, stopped, ended or cut off, and rejoin; others that join late and leave."""
 
 import json
 import os
@@ -50,7 +50,7 @@ class Job:
             said.put(json.loads(line))
 
     def hear(self, rank: int, key: str, least: float = float("-inf")) -> dict[str, Any]:
-        """What a rank says that has this key, of at least this value."""
+        """Returns a rank's output line with this key and at least this value."""
         give_up_at = time.monotonic() + PATIENCE_S
         while True:
             said = self._said[rank].get(timeout=max(give_up_at - time.monotonic(), 0.1))
@@ -86,7 +86,7 @@ def job() -> Iterator[Job]:
 
 
 def undisturbed_loss(steps: int) -> float:
-    """What the same training comes to in one process, on all ranks' batches."""
+    """Validation loss of the same training in one process, on all ranks' batches."""
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(steps):
@@ -99,13 +99,13 @@ def undisturbed_loss(steps: int) -> float:
 
 
 def in_order(events: list[str], wanted: list[str]) -> bool:
-    """Whether all that is wanted was told, in this order; a busy machine may have had more to tell."""
+    """Whether all wanted events occurred, in this order; a busy machine may report more events."""
     left = iter(events)
     return all(any(each in event for event in left) for each in wanted)
 
 
 def assert_equal(told: dict[int, dict[str, Any]], steps: int, members: list[int]) -> None:
-    """All have the same values, in the same view, and have learned as much as without disturbance."""
+    """All ranks have the same values, in the same view, and have learned as much as without faults."""
     first, *others = told.values()
     for each in (first, *others):
         assert each["values"] == first["values"]
@@ -138,7 +138,7 @@ def test_ranks_that_share_machines_are_killed_and_started_again(job: Job, overla
         job.start(rank, steps=steps, machines="aabb", overlap=overlap)
     assert job.hear(0, "step", 40)["by_machines"]
     job.kill(3)
-    assert not job.hear(0, "step", 60)["by_machines"]  # two and one: the others go on from rank to rank
+    assert not job.hear(0, "step", 60)["by_machines"]  # two and one: the other ranks continue with a flat exchange
     job.start(3, steps=steps, machines="aabb", overlap=overlap)
     assert job.hear(3, "begins_at")["begins_at"] >= 60
     told = {rank: job.hear(rank, "values") for rank in range(WORLD)}

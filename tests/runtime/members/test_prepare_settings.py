@@ -25,7 +25,7 @@ RANK_0 = BoundedDrift(gradients=EXACT, broadcast=EXACT, settings="rank 0")
 def each_own(
     make: Callable[[Any, int], Optimizer], work: Callable[[Rank], Any], *, policy: Policy = EXACTLY, world: int = 3
 ) -> list[Any]:
-    """What `work` gives on every rank, or the words of its ValueError. Every rank makes its own optimizer."""
+    """Returns the result of `work` on every rank, or the text of its ValueError. Every rank makes its own optimizer."""
 
     models = [copy.deepcopy(perceptron()) for _ in range(world)]
 
@@ -42,7 +42,7 @@ def each_own(
 
 
 def nothing(_rank: Rank) -> None:
-    """Prepared is all that is wanted."""
+    """Only calls `prepare`."""
 
 
 def groups(model: Any, **of_second: Any) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def test_different_settings_are_refused_at_prepare_and_named_on_every_rank(name:
 
 
 def plateau(rank: Rank) -> Any:
-    """A schedule by each rank's own loss: only that of rank 1 stands still."""
+    """A schedule by each rank's own loss: only rank 1's loss stagnates."""
     schedule = lr_scheduler.ReduceLROnPlateau(rank.optimizer, factor=0.5, patience=1)
     for step in range(8):
         rank.train(range(step, step + 1))
@@ -163,7 +163,7 @@ def test_a_tensor_that_is_changed_in_place_is_noticed() -> None:
 def test_a_rank_without_gradients_does_not_take_a_change_before_the_step_for_a_difference() -> None:
     def work(rank: Rank) -> int:
         for step in range(6):
-            if rank.rank != step % 3:  # who has no backward exchanges within its step, when lr is another one already
+            if rank.rank != step % 3:  # without a backward, a rank exchanges in its step, when lr has changed
                 regression(rank.model, vectors(rank.rank, step)).backward()
             rank.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
             rank.optimizer.step()

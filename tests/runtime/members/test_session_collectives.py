@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Means, sums and lists over whoever is there: they go on through deaths and returns, and all who are left agree."""
+"""Elastic mean, sum and gather over current members: they survive deaths and rejoins, and all survivors agree."""
 
 import itertools
 from typing import Any
@@ -51,11 +51,11 @@ def test_mean_sum_and_list_are_those_of_all_ranks(policy: Any) -> None:
 
 
 def test_where_two_die_within_a_call_all_count_the_same_or_say_that_they_cannot_know() -> None:
-    """Each of the two has reached any of the others: one with its value, and one with whose values it has."""
+    """One of the two reaches any subset of the others with its value, the other with its report of received values."""
     everyone, said = [*range(5)], 0
     alive = [2, 3, 4]
     subsets = [{each for place, each in enumerate(alive) if bits >> place & 1} for bits in range(8)]
-    # Rank 0 dies when it sends its value: some have it. Rank 1 may have it, and dies when it tells what it has.
+    # Rank 0 dies while it sends its value: some ranks have it. Rank 1 may have it, and dies while it reports.
     for has_first, first_reached, told in itertools.product([False, True], subsets, subsets):
         here = {rank: {1, 2, 3, 4} | ({0} if rank in first_reached else set()) for rank in alive}
         here[1] = {1, 2, 3, 4} | ({0} if has_first else set())
@@ -70,7 +70,7 @@ def test_where_two_die_within_a_call_all_count_the_same_or_say_that_they_cannot_
                 results.append(count)
         assert all(each == results[0] for each in results)
     assert said
-    # A machine with two ranks dies, and all know it before they tell what they have: nobody else can have been told.
+    # A machine with two ranks dies, and all ranks know it before they report: the dead ones cannot have reported.
     full = {rank: {*everyone} for rank in alive}
     assert ranks_counted(everyone, full[2], full, {0, 1}) == ({*everyone}, [])
 
@@ -89,7 +89,7 @@ def test_call_goes_on_without_a_rank_that_dies_and_those_who_are_left_agree(
             member.train(step)
             if member.rank == victim and step == 3:
                 if sends:
-                    # Some of it arrives, perhaps, and nobody hears of it after that.
+                    # Part of it may arrive, and the rank is unreachable after that.
                     name = f"{session.name}/together/0"
                     group = Group(member.transport, session.view.members, name=name, view=1).on_channel(name)
                     rows = [torch.zeros(1, dtype=torch.float64) for _ in range(3)]

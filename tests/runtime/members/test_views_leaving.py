@@ -1,4 +1,4 @@
-"""A rank leaves while another one comes back: whoever stays hands on what newcomers need."""
+"""A rank leaves while another one rejoins: the remaining ranks send the state that joining ranks need."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ PAUSE_S = 0.25
 
 
 def together(after_s: float) -> tuple[list[Any], set[str]]:
-    """Rank 0 leaves some time after rank 3 is heard again. Returns what those who stay have, and the ledger's words."""
+    """Rank 0 leaves some time after rank 3 is reachable again. Returns the other ranks' results, and ledger events."""
 
     def work(member: Member) -> Any:
         member.train(AT)

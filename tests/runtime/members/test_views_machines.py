@@ -1,4 +1,4 @@
-"""Ranks that share machines and die: the round is made again without them, whatever passes between machines then."""
+"""Ranks that share machines and die: the round is repeated without them, whichever exchange was running."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ STEPS, AT = 8, 4
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets small models go by machines."""
+    """Lets small models use the hierarchical exchange."""
     monkeypatch.setattr(hierarchy, "_SMALLEST_BYTES", 0)
     yield
 
@@ -55,11 +55,11 @@ def test_each_view_chooses_its_way_by_who_is_left(dying: dict[int, int], ways: l
 
 
 class Dead(Exception):
-    """Ends the program of a rank that has gone dark."""
+    """Ends the program of a rank that has become unreachable."""
 
 
 # The exchanges that a rank begins in a step, one bucket: two inside its machine for gradients, its report, one between
-# machines, two with standbys, then parameters between, inside, and two to pass them on.
+# machines, two with standbys, then parameters between, inside, and two to forward them.
 _POSTS = 10
 
 
@@ -95,7 +95,7 @@ def test_survivors_go_on_together_whichever_exchange_a_rank_dies_in(moment: int,
     assert len(found) == 3 and all_same([each for each, *_ in found])
     assert all(members == tuple(rank for rank in range(4) if rank != victim) for _, members, _ in found)
     assert not any(way for *_, way in found)
-    # Its gradients of the last step count or not, by what had left it.
+    # Its gradients of the last step count or not, depending on what it had sent.
     last, first = (plain_without({victim: at}, STEPS, world=4, make=adamw) for at in (AT, AT + 1))
     for ours, one, other in zip(found[0][0], last, first, strict=True):
         assert float((ours - one).abs().max()) <= float((other - one).abs().max()) + 0.01

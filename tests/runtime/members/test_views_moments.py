@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Ranks that die at any moment of a step, and what users do meanwhile: bits are equal on all members, or it is said."""
+"""Ranks that die at any moment of a step, with user changes: members keep equal bits, or an event reports the loss."""
 
 import copy
 from typing import Any
@@ -48,7 +48,7 @@ def test_survivors_have_equal_bits_whenever_an_owner_dies(moment: str, victim: i
     if not lost:
         assert_same(values, expected)
     else:
-        # Nobody else had the mean gradient of its shard.
+        # No other rank had the mean gradient of its shard.
         assert moment == "before step" and begun == AT + 1
         for one, other in zip(values, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0.02)
@@ -70,7 +70,7 @@ def test_without_a_standby_the_state_begins_anew_and_training_goes_on(policy: Po
     found = alive(with_members(work, world=4, make=adamw, policy=policy))
     assert all_same([each for each, *_ in found])
     for _, events, before in found:
-        assert any("the shard of rank 1 had no standby left" in event and "begins anew" in event for event in events)
+        assert any("the shard of rank 1 had no standby left" in event and "is reset" in event for event in events)
         assert_same(before, plain_without({}, AT, world=4, make=adamw))
     for one, other in zip(found[0][0], plain_without({1: AT}, STEPS, world=4, make=adamw), strict=True):
         assert not torch.equal(one, other)
@@ -241,7 +241,7 @@ def test_every_policy_goes_on_without_a_dead_rank_and_takes_it_back(policy: Poli
     ids=lambda each: type(each).__name__,
 )
 def test_a_rank_that_hears_of_the_next_view_first_makes_the_round_that_others_have_begun(policy: Policy) -> None:
-    """Else it would wait for them in the next view, and they for it in their round."""
+    """Otherwise it would wait for them in the next view, and they for it in their round."""
 
     def work(member: Member) -> Any:
         session, membership = member.session, member.session.membership
@@ -249,7 +249,7 @@ def test_a_rank_that_hears_of_the_next_view_first_makes_the_round_that_others_ha
         settle = membership.settle
 
         def late(rounds: int) -> bool:
-            # All others know that this rank has what it needs. They begin a round, and somebody asks for another view.
+            # All others know that this rank has its state. They begin a round, and a rank requests another view.
             number = membership.view.number
             membership.settle = settle
             transport.wait_view(1 << 62, 1.0)
@@ -364,7 +364,7 @@ def test_state_that_was_loaded_survives_the_death_of_its_owner(late: bool, dtype
             model.load_state_dict(parameters)
             optimizer.load_state_dict(copy.deepcopy(state))
         begin = member.session.steps
-        # Who is not there has no say: all give the same gradients, so that nothing but state makes a difference.
+        # All ranks contribute the same gradients, so that a missing rank changes nothing and only state matters.
         member.train(
             begin + (AT if member.rank == victim else STEPS),
             data=lambda rank, step: vectors(0, step - begin).to(dtype),

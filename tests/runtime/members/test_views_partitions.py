@@ -1,4 +1,4 @@
-"""Networks that fall apart: only a majority goes on, outages throw nobody out, and all have equal bits afterwards."""
+"""Network partitions: only the side with a quorum continues, outages exclude no rank, and bits are equal afterwards."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 
 AT = 4
 PAUSE_S = 0.5
-"""Virtual time of a step, so that a few steps outlast what is waited for."""
+"""Virtual time of a step: a few steps outlast every wait."""
 
 
 def cut(member: Member, sides: Iterable[tuple[int, int]], dark: bool) -> None:
@@ -147,7 +147,7 @@ def test_rank_that_is_not_let_in_again_gives_up_and_says_so(monkeypatch: pytest.
         member.train(AT)
         member.session.wait()
         if member.rank == 2:
-            cut(member, [(2, 0), (2, 1)], True)  # it hears the others, who do not hear it
+            cut(member, [(2, 0), (2, 1)], True)  # it receives from the others, but they do not receive from it
             with pytest.raises(StormError, match=r"rank 2: has waited") as caught:
                 member.train(AT + 1)
             return str(caught.value)
@@ -156,7 +156,7 @@ def test_rank_that_is_not_let_in_again_gives_up_and_says_so(monkeypatch: pytest.
 
     policy = BoundedDrift(reliability=EXACTLY.reliability, give_up_s=0.05)
     said = with_members(work, world=3, make=sgd, policy=policy)[2]
-    assert "give_up_s" in said and "to be let in again by a majority" in said, said
+    assert "give_up_s" in said and "to be admitted again by a majority" in said, said
 
 
 @pytest.mark.parametrize("loss", [0.1, 0.3])

@@ -1,4 +1,4 @@
-"""Buckets: what becomes of gradients on their way into one."""
+"""Buckets: how gradients are collected into one."""
 
 import math
 from collections.abc import Callable

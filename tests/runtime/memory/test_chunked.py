@@ -1,4 +1,4 @@
-"""A policy's function on flat memory: whole chunks at once, the short last one by itself."""
+"""A policy's function on flat vectors: all whole chunks at once, the short last one separately."""
 
 import pytest
 import torch

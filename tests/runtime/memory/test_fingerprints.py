@@ -1,4 +1,4 @@
-"""Fingerprints as a GPU takes them, on whatever device the tests have."""
+"""Fingerprints as computed on a GPU, tested on the available device."""
 
 import pytest
 import torch

@@ -128,7 +128,7 @@ def test_under_loss_it_learns_and_replicas_agree_when_exact(policy: Policy, how:
     for result in results:
         assert sum(result["losses"][-20:]) < 0.5 * sum(result["losses"][:20])
         assert 0.85 < result["arrived"] < 0.95
-        # Where each rank applies gradients of its own, there is no common value.
+        # Under a policy where each rank applies its own gradients, there is no common value.
         if not isinstance(policy, GradientAveraging):
             assert result["state"] == results[0]["state"]
 

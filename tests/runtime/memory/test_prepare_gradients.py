@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""What a program does to `p.grad` between backward and step reaches the optimizer, on whichever rank that has it."""
+"""The program's changes to `p.grad` between backward and step reach the optimizer, whichever rank owns the shard."""
 
 import copy
 import logging
@@ -64,7 +64,7 @@ def trained(
     dtype: torch.dtype = torch.float32,
     ranks: int = 3,
 ) -> list[torch.Tensor]:
-    """Trains a few steps on a simulated network, with a change after each backward. Returns what rank 0 has."""
+    """Trains a few steps on a simulated network, with a change after each backward. Returns rank 0's result."""
     found: dict[int, list[torch.Tensor]] = {}
     begun = perceptron().to(dtype)
 

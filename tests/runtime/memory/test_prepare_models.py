@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Models as people have them: with frozen or unused parameters, with buffers, or tiny."""
+"""Typical user models: with frozen or unused parameters, with buffers, or tiny."""
 
 import copy
 import logging
@@ -128,7 +128,7 @@ def test_all_ranks_begin_with_the_parameters_and_buffers_of_rank_zero() -> None:
 
 
 class Choice(nn.Module):
-    """Rank r uses branch r modulo 2; nobody uses the last."""
+    """Rank r uses branch r modulo 2; no rank uses the last."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call, attr-defined"
 # torch's own backward is untyped, and a prepared optimizer has more than torch's.
-"""Personal parts of a prepared model: each rank trains its own, and they never travel."""
+"""Personal parts of a prepared model: each rank trains its own, and they are never sent."""
 
 import copy
 from collections.abc import Callable
@@ -42,7 +42,7 @@ POLICIES: dict[str, Policy] = {
 
 
 class Body(nn.Module):
-    """A body that ranks share, and a head with statistics and a frozen number, of each rank's own beginning."""
+    """A shared body, and a head with statistics and a frozen number, initialised differently on each rank."""
 
     def __init__(self, rank: int, wide: int = 12) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def mean_of(models: list[Any], of: Callable[[nn.Parameter], torch.Tensor]) -> li
 
 
 def without_us(make: MakeOptimizer, steps: int, *, averages: str, clip: float | None = None) -> list[Any]:
-    """All ranks in one process, in plain torch, which average bodies or gradients of bodies."""
+    """A reference in one process and plain torch: all ranks, averaging bodies or gradients of bodies."""
     models: list[Any] = [Body(rank) for rank in range(WORLD)]
     optimizers = [make(each) for each in models]
     for step in range(steps):
@@ -290,7 +290,7 @@ def test_those_who_live_keep_their_heads_when_a_rank_dies() -> None:
     assert not torch.equal(found[0][0], found[1][0])
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [DRIFT, ModelAveraging()], ids=["drift", "models"])
@@ -334,7 +334,7 @@ def test_what_cannot_be_personal_is_refused() -> None:
         SimulatedNetwork(1, seed=1).run(work)
 
     refused(TypeError, r"personal\[1\] must be a module or a parameter, got str", lambda model: [model[0], "1"])
-    refused(ValueError, r"personal\[0\] is no part of the model", lambda _: [nn.Linear(2, 2)])
-    refused(ValueError, r"personal\[0\] is no part of the model", lambda _: [nn.Parameter(torch.ones(2))])
+    refused(ValueError, r"personal\[0\] is not part of the model", lambda _: [nn.Linear(2, 2)])
+    refused(ValueError, r"personal\[0\] is not part of the model", lambda _: [nn.Parameter(torch.ones(2))])
     refused(ValueError, "requires a gradient and is not personal", lambda model: [model])
     refused(ValueError, r"personal\[0\] comes too late", lambda model: [model[1]], twice=True)

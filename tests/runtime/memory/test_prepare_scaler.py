@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Gradients of one loss scale alone are averaged, whoever comes, returns or sets its scaler."""
+"""Only gradients of the same loss scale are averaged, also when a rank joins, rejoins or sets its scaler."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ POLICIES: dict[str, Policy] = {
 }
 by_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 ONES = torch.ones(6)
-# The scale of those who stay; the one that comes begins with torch's default, 64 times as large.
+# The scale of the members; a joining rank begins with torch's default, 64 times as large.
 SCALE = 1024.0
 
 
 def unit_steps(model: Any) -> torch.optim.SGD:
-    """Each step takes 1 from every number, whoever takes part: gradients are 1 on all ranks."""
+    """Each step subtracts 1 from every number, whichever ranks take part: gradients are 1 on all ranks."""
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
@@ -62,7 +62,7 @@ def test_rank_that_returns_takes_the_scale_of_the_others(policy: Policy) -> None
 
     for numbers, made, state in with_a_rank_that_returns(begin, step, look):
         assert torch.equal(numbers, -torch.full((6,), float(made)))
-        assert state == (SCALE, made)  # no step was left out
+        assert state == (SCALE, made)  # no step was skipped
 
 
 @pytest.mark.pure
@@ -94,14 +94,14 @@ def test_rank_that_was_away_takes_the_scale_that_the_others_have_come_to(policy:
     found = with_members(work, world=3, model=Vector(6), make=unit_steps, policy=policy)
     assert len({state for *_, state in found}) == 1, [state for *_, state in found]
     for numbers, made, _ in found:
-        # The gradients with which a rank comes back are of parameters from before, and may count as zeros.
+        # The gradients of a rejoining rank belong to older parameters, and may count as zeros.
         torch.testing.assert_close(numbers, -torch.full((6,), float(made)), rtol=0.0, atol=0.34)
 
 
 @pytest.mark.pure
 @pytest.mark.parametrize("scaled_first", [True, False])
 def test_rank_that_was_away_comes_back_with_a_step_of_another_kind(scaled_first: bool) -> None:
-    """The others make steps without a scaler by then, and it is in the midst of one with a scaler; or the reverse."""
+    """The members then make steps without a scaler while this rank is within one with a scaler; or the reverse."""
 
     def work(member: Member) -> Any:
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)

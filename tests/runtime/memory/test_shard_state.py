@@ -1,4 +1,4 @@
-"""Parts of shards as they travel: what is cut from the holdings of one view is whole again in another."""
+"""Repartition of shard state: records sliced in one view are assembled without loss in another."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def value_of(parameter: int, element: int) -> float:
 
 
 def state_of(piece: Piece, shape: tuple[int, ...], *, whole: bool) -> dict[str, Any]:
-    """A moment per element, a count of steps, a number, and a name, as optimizers have them."""
+    """A moment per element, a step count, a number, and a name, as optimizers have them."""
     moment = torch.tensor([-value_of(piece.parameter, piece.offset + each) for each in range(piece.count)])
     return {
         "moment": moment.view(shape) if whole else moment,
@@ -114,7 +114,7 @@ def test_assembled_state_shares_no_memory_with_what_it_came_from() -> None:
 
 
 def test_single_element_is_told_from_a_number_of_the_whole_piece() -> None:
-    """A count of steps has the shape of a piece of one element in some optimizers, and must not be cut."""
+    """In some optimizers the step count has the shape of a one-element piece, and must not be sliced."""
     piece = Piece(0, 0, 0, 1)
     record = ShardRecord(0, 0, 1, torch.zeros(1), {"step": torch.tensor([9.0]), "moment": torch.tensor([2.0])})
     state = assemble(piece, [record], torch.empty(1), whole=False, device=CPU, counters=CPU)

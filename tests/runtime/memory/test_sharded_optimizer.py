@@ -1,4 +1,4 @@
-"""The user's optimizer on one rank's shard: which pieces and gradients it is given, and what its step does to them."""
+"""Sharded optimizer on one rank: which pieces and gradients it gets, and what its step does to them."""
 
 import copy
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def nan_somewhere(optimizer: Optimizer) -> bool:
 
 
 class Own(torch.optim.AdamW):
-    """Whatever a class derived from torch's does, nobody has looked."""
+    """A class derived from torch's may need whole parameters: only known classes may get parts."""
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_gradient_is_the_memory_that_the_exchange_writes_to() -> None:
 
 @pytest.mark.parametrize("used", [[True] * 5, [False] * 5, [False, False, True, False, False]])
 def test_every_rank_finds_a_nan_where_any_ranks_gradient_was_not_finite(used: list[bool]) -> None:
-    # GradScaler skips a step where it finds one, and all ranks must skip the same steps: also one that owns nothing.
+    # GradScaler skips a step if it finds a NaN, and all ranks must skip the same steps, also one with an empty shard.
     ranks = owners(8, momentum, whole=True)
     assert any(not rank.shards.pieces for rank in ranks)
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""The state of an optimizer on shards is what torch would have saved of a whole one, out and in, for any world."""
+"""State dicts of a sharded optimizer equal those of a whole one in torch, saved and loaded, for any world size."""
 
 import copy
 from collections.abc import Iterable
@@ -127,7 +127,7 @@ def test_a_state_of_other_parameter_groups_is_refused() -> None:
 
 
 class Counting(Optimizer):
-    """Keeps state of every kind: as long as the parameter, of another shape, and no tensor at all."""
+    """Keeps state of every kind: of the parameter's shape, of another shape, and no tensor."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters, {})

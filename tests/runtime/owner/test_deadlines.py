@@ -1,4 +1,4 @@
-"""What a session learns about late ranks: the deadline, and weights that leave no bias."""
+"""Deadlines for stragglers, learned from the ranks' times, and unbiased inverse-probability weights."""
 
 import math
 import random
@@ -12,14 +12,14 @@ pytestmark = pytest.mark.pure
 
 
 def weighed(chance: float, steps: int, seed: int) -> list[float]:
-    """Weight of a rank in each step, 0 where it is late; its chance to be in time is the same in every step."""
+    """Weight of a rank in each step, 0 where it is late. Its probability to be on time is the same in every step."""
     source, inverse_probability = random.Random(seed), InverseProbabilityWeights(1)
     return [inverse_probability.weight(0, step) if source.random() < chance else 0.0 for step in range(steps)]
 
 
 @pytest.mark.parametrize("chance", [0.2, 0.35, 0.6, 0.9])
 def test_weights_are_unbiased_whatever_the_chance(chance: float) -> None:
-    """Tests the mean of 300 trainings, of which the first steps do not count: a rank that begins late lacks those."""
+    """Tests the mean of 300 trainings without their first steps, in which a rank that begins late has no weight."""
     sums = [mean(weighed(chance, 600, seed)[100:]) for seed in range(300)]
     error = stdev(sums) / math.sqrt(len(sums))
     assert error < 0.004
@@ -27,7 +27,7 @@ def test_weights_are_unbiased_whatever_the_chance(chance: float) -> None:
 
 
 def test_inverse_of_a_measured_chance_would_be_biased() -> None:
-    """The same test finds the bias of the usual estimate, so it can fail."""
+    """The same test finds the bias of the usual estimator, so it can fail."""
 
     def usual(seed: int) -> float:
         source, given = random.Random(seed), 1.0

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Training beside neighbours that take half of the line: steps give up what was allowed instead of becoming longer."""
+"""Training beside traffic that takes half of the bottleneck: steps lose `allowed_loss` instead of taking longer."""
 
 import copy
 import itertools
@@ -24,7 +24,7 @@ ELEMENTS = 100_000
 
 
 def steps(policy: Policy) -> tuple[float, float, float, list[str]]:
-    """Seconds of a step on a quiet line and beside neighbours, the loss of the latter, and what the guard did."""
+    """Seconds of a step on an idle link and beside other traffic, the loss of the latter, and the guard's events."""
     network = SimulatedNetwork(RANKS, rate="100mbit", options=Options(datagram_bytes=1472), seed=3)
     model = Vector(ELEMENTS)
 

@@ -30,7 +30,7 @@ AUTO = BoundedDrift(deadline="auto", bucket_mb=1e-4)
 
 
 class Trained:
-    """What one rank has seen of a training in which each rank moves a number of its own."""
+    """Trains one rank, of a job in which each rank moves its own number, and keeps what it has observed."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Trained:
             before = model.numbers.detach().clone()
             loss = model(own)
             time.sleep(slow_s if rank == SLOW else COMPUTE_S)
-            self.read += not torch.equal(before, model.numbers)  # nothing may change under a program that computes
+            self.read += not torch.equal(before, model.numbers)  # parameters must not change while the program computes
             loss.backward()
             if clip is not None:
                 self.norm = float(clip_grad_norm_(model.parameters(), clip))
@@ -74,8 +74,8 @@ def test_slow_rank_keeps_nobody_waiting_and_counts_as_much_as_the_others() -> No
     # Waiting for the slow rank would take steps * SLOW_S.
     assert found[0].seconds < 0.9 * steps * SLOW_S
     assert not any(each.read for each in found)
-    # Each rank's number moves by 1/4 in each step. The slow rank's moves more rarely and further; what it computes in
-    # the last steps comes to nothing.
+    # Each rank's number moves by 1/4 in each step. The slow rank's moves more rarely and further, and what it computes
+    # in the last steps is not used.
     for each in found:
         assert torch.equal(each.numbers, found[0].numbers)
     assert found[0].numbers[:SLOW].tolist() == pytest.approx([-steps / RANKS] * SLOW, rel=0.1)
@@ -143,23 +143,23 @@ def test_misuse_is_an_error_that_names_the_setting() -> None:
     cases: list[Callable[[Vector, Any], None]] = [torchs_own, twice, scaled, replaced, removed, closure]
 
     def work(transport: Transport) -> list[str]:
-        told = []
+        errors = []
         for case in cases:
             model = Vector(COUNT)
             optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
             prepare(model, optimizer, policy=AUTO, group=Group(transport))
             try:
                 case(model, optimizer)
-                told.append("")
+                errors.append("")
             except StormError as error:
-                told.append(str(error))
+                errors.append(str(error))
             optimizer.zero_grad()
-        return told
+        return errors
 
-    for told in local_world(2, work):
-        assert len(told) == len(cases)
-        assert all("deadline" in each for each in told), told
-        assert "stormtorch.clip_grad_norm_" in told[0]
+    for errors in local_world(2, work):
+        assert len(errors) == len(cases)
+        assert all("deadline" in each for each in errors), errors
+        assert "stormtorch.clip_grad_norm_" in errors[0]
 
 
 def test_deadline_needs_real_time_and_whole_steps() -> None:
@@ -174,7 +174,7 @@ def test_deadline_needs_real_time_and_whole_steps() -> None:
 
 
 class Planned(BoundedDrift):
-    """A policy of one's own whose deadlines alternate."""
+    """A user's policy whose deadlines alternate."""
 
     def deadline_at(self, step: int) -> Deadline:
         """Returns a deadline that the slow rank misses, and in every fourth step one that it meets."""
@@ -189,7 +189,7 @@ def test_a_policy_sets_the_deadline_of_each_step() -> None:
     for each in found:
         assert [row.deadline_s for row in each.rows] == [2.0 if step % 4 == 3 else 0.1 for step in range(steps)]
         late = [row.step for row in each.rows if SLOW in row.late]
-        # With 0.25 s for gradients it is late in the steps of 0.1 s, but for those in which it gives what it finishes.
+        # Its gradients take 0.25 s, so it is late in the steps of 0.1 s, except where its late gradients contribute.
         assert len(late) > steps / 4
         assert torch.equal(each.numbers, found[0].numbers)
     assert found[SLOW].backwards < steps
@@ -225,7 +225,7 @@ def test_where_nobody_is_late_layers_by_deadline_are_plain_training_bit_for_bit(
 
 
 class Deep(torch.nn.Module):
-    """Two numbers in a row, the gradient of the first of which takes a rank long."""
+    """Two layers of one number each; computing the gradient of the first one is slow."""
 
     def __init__(self, pause_s: float) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ def test_layers_that_a_late_rank_has_reached_at_a_given_deadline_count() -> None
 
 @pytest.mark.parametrize("deadline", [0.05, "auto"])
 def test_a_rank_alone_makes_no_step_by_itself(deadline: Any) -> None:
-    """Nobody waits for it: a program that evaluates for long must not find its model moved."""
+    """No rank waits for it: a program that evaluates for long must not find its model changed."""
 
     def work(transport: Transport) -> tuple[int, bool]:
         model = Vector(COUNT)

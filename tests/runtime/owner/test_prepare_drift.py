@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Drift under loss, on the simulated network: it is what theory says, the lead mends it, and the lag has a bound."""
+"""Drift under loss, on the simulated network: it is what theory says, the lead corrects it, and the lag is bounded."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {"options": Options(datagram_bytes=400)}
 
 
 class RandomWalk(Optimizer):
-    """Adds noise of variance 1 to its pieces, whatever the gradients are: updates as theory has them."""
+    """Adds noise of variance 1 to its shards, whatever the gradients are: the updates that theory assumes."""
 
     def __init__(self, params: Any, seed: int) -> None:
         super().__init__(params, {})
@@ -84,8 +84,8 @@ def test_drift_of_independent_updates_is_what_theory_says(p: float) -> None:
     assert mean([1.0 - mean(list(row.broadcast.values())) for row in rows]) == pytest.approx(p, rel=0.1)
     assert mean([1.0 - mean(list(row.gradients.values())) for row in rows]) == pytest.approx(p, rel=0.1)
     sizes = {age: sum(row.lag.get(age, 0) for row in rows) for age in range(4)}
-    for age in range(3):  # copies of one age more are as many times fewer as are lost
-        if sizes[age] > 500:  # of fewer, what is lost is chance
+    for age in range(3):  # with each step of age, the number of copies falls by the loss
+        if sizes[age] > 500:  # smaller counts are mostly noise
             assert sizes[age + 1] / sizes[age] == pytest.approx(p, rel=0.25)
 
 
@@ -102,7 +102,7 @@ def test_drift_with_the_lead_is_within_the_bound_of_that_policy(p: float, max_la
 
 
 def test_the_bound_holds_in_the_first_steps_too() -> None:
-    """Where the largest updates of a training are, and the measured loss is still held down by its prior."""
+    """The first steps have the largest updates, and their measured loss is still too small because of its prior."""
     found = walk(0.1, 5, BoundedDrift(ownership="elements", guard=None, drift_samples=4096))
     rows = [row for _, ledger in found for row in list(ledger)[1:]]
     assert mean([row.pair_drift for row in rows]) < 1.1 * mean([row.pair_bound for row in rows])
@@ -147,7 +147,7 @@ def bias(lead: float) -> float:
             rank.optimizer.zero_grad()
             if step >= 20:
                 copies = rank.model.numbers.detach()
-                lags.append(float((step + 1) * 4 / 3 - copies.mean() * 4 / 3))  # the owned quarter is not behind
+                lags.append(float((step + 1) * 4 / 3 - copies.mean() * 4 / 3))  # the owned quarter does not lag
         return mean(lags)
 
     policy = BoundedDrift(lead=lead, ownership="elements", overlap=False, guard=None)

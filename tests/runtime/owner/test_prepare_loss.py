@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""The measured loss in a training: few chunks do not alarm the guard, and an alarmed guard measures on."""
+"""Measured packet loss in a training: few chunks do not alarm the guard, and loss is still measured under its alarm."""
 
 import itertools
 from typing import Any
@@ -39,7 +39,7 @@ def test_a_small_model_is_neither_guarded_nor_far_ahead_because_a_datagram_is_lo
         for found in on_ranks(linear(), adamw, work, world=2, policy=policy, loss=0.1, seed=seed):
             assert not any(row.guarded for row in found)
             assert max(row.lead for row in found) < 0.5
-            # One chunk per step and rank: as many losses in a row make no longer lead than this.
+            # One chunk per step and rank: this many losses in a row make no longer lead than this.
             for number, row in enumerate(found, 1):
                 assert row.lead <= number / 20
 
@@ -56,8 +56,8 @@ def test_the_loss_is_measured_while_the_guard_repairs(gradients: Reliability) ->
         guarded = [row for row in found[10:] if row.guarded]
         assert len(guarded) == 50
         assert len({row.loss for row in guarded}) > 25
-        # Where gradients are repaired, what is sent again tells. Reports that were lost make it too much, and further
-        # copies of the last chunks, which are not counted, too little.
+        # Where gradients are exact, the loss is estimated from retransmissions. Lost acknowledgements make it too high;
+        # further copies of the last chunks, which are not counted, make it too low.
         assert (0.25 if gradients is LOSSY else 0.2) < guarded[-1].loss < (0.35 if gradients is LOSSY else 0.5)
 
 
@@ -73,4 +73,4 @@ def test_several_backwards_of_a_step_count_its_broadcast_once() -> None:
 
     for losses in on_ranks(linear(), adamw, work, world=2, policy=BoundedDrift(), loss=0.3):
         for before, after in itertools.pairwise(losses):
-            assert after - before < 1 / 20  # one chunk was told of
+            assert after - before < 1 / 20  # one chunk was reported

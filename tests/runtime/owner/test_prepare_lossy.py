@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Training under loss, on the simulated network: it ends where it ends without, and the ledger tells."""
+"""Training under packet loss, on the simulated network: it ends about where lossless runs do, as the ledger shows."""
 
 import functools
 import json
@@ -47,7 +47,7 @@ SMALL: dict[str, Any] = {"options": Options(datagram_bytes=400)}
 def test_replicas_differ_and_are_the_same_within_exact(p: float) -> None:
     def work(rank: Rank) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         rank.train(20)
-        rank.model(vectors(0, 0))  # waits for all that was sent
+        rank.model(vectors(0, 0))  # waits for all parameters in flight
         stale = values(rank.model)
         with exact(rank.model):
             return stale, values(rank.model)
@@ -93,7 +93,7 @@ def test_training_under_loss_ends_about_where_it_ends_without(name: str) -> None
 
 @pytest.mark.thorough
 def test_horvitz_thompson_gives_every_rank_the_same_weight() -> None:
-    """Rank 3 alone has a gradient of 1: the mean is 1/4, and what arrived must not change that on average."""
+    """Only rank 3 has a gradient of 1, so the mean is 1/4. On average, loss must not change that."""
 
     def work(rank: Rank) -> float:
         seen = []
@@ -108,14 +108,14 @@ def test_horvitz_thompson_gives_every_rank_the_same_weight() -> None:
     make = lambda model: torch.optim.SGD(model.parameters(), lr=0.0)  # noqa: E731
     policy = BoundedDrift(weights="horvitz-thompson", guard=None)
     assert on_ranks(Vector(6000), make, work, policy=policy, loss=0.3, **SMALL) == pytest.approx([0.25] * 4, rel=0.1)
-    # The plain mean counts the owner's own for more than the others'.
+    # The plain mean weighs the owner's own gradients more than the others'.
     owners = on_ranks(Vector(6000), make, work, policy=BoundedDrift(guard=None), loss=0.3, **SMALL)
     assert owners[3] == pytest.approx(theory.mean_inverse_count(0.3, 4), rel=0.1)
     assert owners[0] < 0.95 * 0.25
 
 
 def apart(policy: Policy, steps: int) -> float:
-    """The variance of replicas where nothing but the exchange brings them together."""
+    """The variance of replicas where only the exchange brings them together."""
 
     def noise(rank: int, step: int) -> torch.Tensor:
         return torch.randn(6000, generator=torch.Generator().manual_seed(1000 * step + rank))
@@ -157,7 +157,7 @@ def test_the_guard_holds_as_long_as_too_much_is_lost(gradients: Reliability) -> 
 
 
 class Writer:
-    """In the place of torch's SummaryWriter."""
+    """Replaces torch's SummaryWriter."""
 
     def __init__(self) -> None:
         self.scalars: dict[tuple[str, int], float] = {}

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Prepared models where ranks share machines: fewer bytes between machines, loss only there, one copy per machine."""
+"""Hierarchical exchanges where ranks share machines: fewer bytes between machines, loss only there, equal copies."""
 
 import copy
 import threading
@@ -27,7 +27,7 @@ STEPS = 8
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets small models go by machines."""
+    """Makes exchanges hierarchical for small models, too."""
     monkeypatch.setattr(hierarchy, "_SMALLEST_BYTES", 0)
     yield
 
@@ -40,7 +40,7 @@ def by_machines(rank: Rank) -> bool:
 
 
 def copies(rank: Rank) -> list[torch.Tensor]:
-    """This rank's parameters as they are, stale or not."""
+    """This rank's parameters, whether stale or not."""
     rank.optimizer.session.wait()
     return values(rank.model)
 
@@ -78,7 +78,7 @@ def test_every_wire_trains_like_the_flat_way(wire: torch.dtype) -> None:
     ]
     exact = plain(model, adamw, 12)
     apart = [max(float((one - other).abs().max()) for one, other in zip(way, exact, strict=True)) for way in ways]
-    # A machine's mean is rounded once, where the flat way rounds each rank's gradient.
+    # A machine's mean is rounded once, where a flat exchange rounds each rank's gradient.
     assert apart[0] < 1.5 * apart[1] + 1e-5
 
 
@@ -121,7 +121,7 @@ def test_ranks_of_a_machine_have_the_same_stale_copies_of_what_others_own(policy
             for owner in range(4):
                 first, count = spans[0][owner]
                 one, other = (mine[each].narrow(0, first, count) for each in (rank, mate))
-                # Where everything arrives, a rank has what the owner itself has.
+                # Where everything arrives, a rank has the owner's values.
                 assert torch.equal(one, other), (step, rank, owner)
                 assert torch.equal(ages[rank][owner], ages[mate][owner])
                 inside = layout[owner] == layout[rank]
@@ -148,7 +148,7 @@ def test_no_copy_is_older_than_max_lag_on_any_rank(max_lag: int) -> None:
 
 @pytest.mark.thorough
 def test_gradients_that_arrived_are_averaged_over_machines_without_bias() -> None:
-    """Rank r has a gradient of 2**r everywhere, so a sum tells whose it has."""
+    """Rank r has a gradient of 2**r everywhere, so a sum shows which ranks contributed."""
     layout, world = "aabbcc", 6
 
     def work(rank: Rank) -> list[tuple[torch.Tensor, Any]]:
@@ -179,7 +179,7 @@ def test_gradients_that_arrived_are_averaged_over_machines_without_bias() -> Non
             ranks_C = torch.tensor([2.0, 4.0, 4.0, 6.0])[nearest.indices[::per_chunk]]
             assert row.effective_batch == pytest.approx(float(ranks_C.mean()) / world)
             assert row.variance_inflation == pytest.approx(float((world / ranks_C).mean()))
-            # Those that have this rank's place on the other machines, and no others.
+            # Only the ranks with the same local rank on other machines.
             counterparts = {at for at, name in enumerate(layout) if name != own and at % 2 == rank % 2}
             assert set(row.gradients) == set(row.broadcast) == counterparts
             whole += float((nearest.indices == 3).float().mean()) / (world * 40)
@@ -229,10 +229,10 @@ def test_bytes_between_machines_fall_by_the_ranks_of_a_machine(layout: str) -> N
 
 
 class Accepting(BoundedDrift):
-    """Makes something of its own of what came."""
+    """Has its own rule for what arrives."""
 
-    def accept(self, own: torch.Tensor, came: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-        return torch.where(arrived, came, own)
+    def accept(self, own: torch.Tensor, received: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+        return torch.where(arrived, received, own)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_small_model_goes_the_flat_way(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("alone", range(4))
 def test_one_rank_may_use_the_model_while_others_wait_elsewhere(alone: int) -> None:
-    """Whoever passes parameters on does so although its program waits in a barrier."""
+    """A rank forwards parameters even while its program waits in a barrier."""
 
     def body(transport: Transport) -> float:
         model = models[transport.rank]

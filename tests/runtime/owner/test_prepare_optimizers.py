@@ -1,4 +1,4 @@
-"""Any optimizer works on shards as it does on a whole model, or is refused with a reason."""
+"""Sharded optimizers: any optimizer works on shards as on a whole model, or is refused with a reason."""
 
 from abc import ABC
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class Lion(Optimizer):
 
 
 class Named(Protocol):
-    """What an optimizer promises beside stepping."""
+    """A protocol that an optimizer implements."""
 
     def name(self) -> str: ...
 
@@ -98,7 +98,7 @@ WHOLE: dict[str, Callable[[Any], Optimizer]] = {
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.05),
     "muon": lambda params: torch.optim.Muon([each for each in params if each.dim() == 2], lr=0.02),
 }
-# Kernels that do several numbers at once round the last few of a tensor in another way, and shards end elsewhere.
+# Vectorised kernels round the last few elements of a tensor differently, and shards end at other elements.
 ROUNDED = ("fused",)
 
 
@@ -107,7 +107,7 @@ def exactly(ownership: Any = "auto") -> BoundedDrift:
 
 
 def pieces_are_whole(rank: Rank) -> bool:
-    """Whether the optimizer is given tensors of the model's shapes."""
+    """Whether the optimizer has tensors of the model's shapes."""
     shapes = {each.shape for each in rank.model.parameters()}
     return all(each.shape in shapes for group in rank.optimizer.param_groups for each in group["params"][:-1])
 

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Parity on real ranks, on the simulated network: what it brings back, what "auto" learns, and what leads do."""
+"""Parity (forward error correction) on the simulated network: what it recovers, what "auto" learns, and leads."""
 
 import functools
 from typing import Any, Literal
@@ -39,7 +39,7 @@ def trained(
 
 
 def there(rows: list[list[LedgerRow]], first: int = 0) -> tuple[float, float]:
-    """Fractions of gradients and of parameters that were there in the end."""
+    """Fractions of gradients and of parameters that arrived or were recovered."""
     later = [row for each in rows for row in each[first:]]
     return (
         mean([fraction for row in later for fraction in row.gradients.values()]),
@@ -61,9 +61,9 @@ def test_auto_sends_none_until_it_has_seen_losses_and_then_enough() -> None:
     rows = trained("auto")
     assert all(each[0].parity_bytes == 0 for each in rows)
     assert min(there(rows, first=8)) > 0.9
-    # Within what the wire pays for: at most 1.2 times the data, and headers of all datagrams beside.
+    # Within the budget: at most 1.2 times the data, plus headers of all datagrams.
     assert all(row.parity_bytes < 0.56 * row.bytes_sent for each in rows for row in each[4:])
-    # Leads follow what parity leaves, not the 40 % that were lost before it was sent.
+    # Leads follow the loss that remains after parity, not the 40 % before it.
     assert 0.0 < max(row.lead for each in rows for row in each) < theory.lead(0.2)
 
 

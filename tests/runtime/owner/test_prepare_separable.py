@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""An optimizer that looks beyond single parameters is found by a trial at `prepare`, whatever its name."""
+"""The trial at `prepare` finds optimizers whose updates depend on several parameters, whatever their names."""
 
 import copy
 from collections.abc import Callable
@@ -43,7 +43,7 @@ JOINT: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
 
 
 def network() -> nn.Sequential:
-    """With two parameters of one shape, and some that a trial must cut."""
+    """With two parameters of one shape, and some that a trial must make smaller."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 6))
 
@@ -106,7 +106,7 @@ def gathering(member: Member) -> None:
         def closure() -> torch.Tensor:
             loss = regression(model, vectors(member.rank, step))  # noqa: B023 - it is called here
             loss.backward()
-            dist.all_reduce(loss.detach())  # a program's own, as for a mean of the loss
+            dist.all_reduce(loss.detach())  # the program's own call, as for the mean of the loss
             return loss
 
         if step < 6:

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Shards of different sizes: they give the same bits as equal ones, follow measured speeds, and move within views."""
+"""Shards of different sizes: they give the same bits as equal ones, follow measured speeds, and move with views."""
 
 import copy
 import math
@@ -141,7 +141,7 @@ def test_weights_for_another_number_of_ranks_are_refused() -> None:
 
 # --- shares by speed --------------------------------------------------------------------------------------------------
 
-BIG = 4000  # inside the perceptron: 240 KB, so that an exchange fills several windows of the meter at these rates
+BIG = 4000  # hidden units, 240 KB, so that an exchange fills several windows of the meter at these rates
 OPTIONS = Options(datagram_bytes=1472, silence_s=20.0)
 
 
@@ -199,8 +199,8 @@ def test_owning_nothing_makes_a_line_that_is_thin_both_ways_slower() -> None:
         member.train(2)
         return steps_s(member, 5)
 
-    # The formula says 4/3: the line carries all gradients out, then all parameters in, and never both at once. This
-    # model is so small that it fills no queue, and each step takes as long as the last.
+    # The formula says 4/3: the bottleneck carries all gradients out, then all parameters in, and never both at once.
+    # This model is so small that it fills no queue, and each step takes as long as the last.
     nothing, equal = (max(by_rate(work, 1000, shards=shards)) for shards in ((1.0, 1.0, 0.0, 1.0), "equal"))
     assert nothing > 1.2 * equal
 
@@ -231,7 +231,7 @@ def test_shares_follow_when_rates_change_and_not_too_often() -> None:
 def test_a_slow_processor_owns_less() -> None:
     def work(member: Member) -> Any:
         if member.rank == 1:
-            # After the session's own hook, so that it belongs to the step.
+            # Registered after the session's own hook, so that its time counts as part of the step.
             member.optimizer.register_step_pre_hook(lambda *_: time.sleep(4e-6 * owned(member)[1]))
         member.train(LEAST_STEPS + 6)
         member.session.wait()
@@ -252,13 +252,13 @@ def test_a_slow_processor_owns_less() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_death_while_shards_are_cut_anew_leaves_the_others_exact(victim: int) -> None:
-    at = LEAST_STEPS + 4  # the step at which the lowest rank asks
+    at = LEAST_STEPS + 4  # the step at which the lowest rank requests a view
 
     def work(member: Member) -> Any:
         if member.rank == 0:
             member.network.set_link_rate(2, up="0.8mbit")
         while member.session.steps < 2 * LEAST_STEPS + 8:
-            asked = any("asks for a view" in event for event in member.session._row.events)
+            asked = any("requests a view" in event for event in member.session._row.events)
             if member.rank == victim and (asked or member.session.steps > at):
                 member.network.set_unreachable(victim, True)
                 return None

@@ -1,4 +1,4 @@
-"""Who owns how much: what all ranks compute alike from the same speeds, and when a rank asks for other shares."""
+"""Shard sizing: all ranks compute the same shares from the same speeds, and when a rank requests other shares."""
 
 import math
 from typing import Any
@@ -55,16 +55,18 @@ def test_shards_of_any_shares_cover_every_element_once(
 
 
 def test_all_ranks_cut_alike_and_small_gains_change_nothing() -> None:
-    told = {0: FAST, 1: THIN, 2: FAST, 3: FAST}
-    thin = shares().decide((0, 1, 2, 3), told, {}, ALONE)
+    speeds_by_rank = {0: FAST, 1: THIN, 2: FAST, 3: FAST}
+    thin = shares().decide((0, 1, 2, 3), speeds_by_rank, {}, ALONE)
     assert (
-        thin is not None and thin[1] < 0.2 * SHARE_UNITS / 4 and thin == shares().decide((0, 1, 2, 3), told, {}, ALONE)
+        thin is not None
+        and thin[1] < 0.2 * SHARE_UNITS / 4
+        and thin == shares().decide((0, 1, 2, 3), speeds_by_rank, {}, ALONE)
     )
     kept = {rank: part / SHARE_UNITS for rank, part in enumerate(thin)}
-    slightly = {**told, 1: Speed(1.05e5, 1e6), 2: Speed(0.97e6, 1e6)}
+    slightly = {**speeds_by_rank, 1: Speed(1.05e5, 1e6), 2: Speed(0.97e6, 1e6)}
     assert shares().decide((0, 1, 2, 3), slightly, kept, ALONE) == thin
     assert shares().decide((0, 1, 2, 3), dict.fromkeys(range(4), FAST), kept, ALONE) is None
-    both_ways = {**told, 1: Speed(1e5, 1e5)}
+    both_ways = {**speeds_by_rank, 1: Speed(1e5, 1e5)}
     assert shares().decide((0, 1, 2, 3), both_ways, {}, ALONE) is None
 
 
@@ -87,7 +89,7 @@ def test_weights_follow_ranks_through_views() -> None:
     assert weighed.at_start((0, 1, 2, 3)) == (1024, 2048, 0, 1024)
     assert weighed.at_start((1, 2, 3)) == (2731, 0, 1365)
     assert weighed.at_start((0, 3)) is None and weighed.at_start((2,)) is None
-    assert weighed.at_start((0, 4)) is None  # who comes later has the mean weight
+    assert weighed.at_start((0, 4)) is None  # a rank that joins later has the mean weight
 
 
 def test_ranks_of_one_machine_share_its_line() -> None:

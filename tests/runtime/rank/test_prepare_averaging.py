@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""The policies under which every rank has a model and an optimizer of its own."""
+"""Policies under which every rank has its own model and optimizer (`RankPolicy`)."""
 
 import copy
 from collections.abc import Iterable

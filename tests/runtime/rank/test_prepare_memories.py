@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""A checkpoint holds what a policy remembers: training goes on with the same bits, and nothing is counted twice."""
+"""A checkpoint has the policy's memory: training continues with the same bits, and nothing is counted twice."""
 
 import copy
 from typing import Any
@@ -73,4 +73,4 @@ def test_checkpoint_of_one_rank_alone_is_counted_once(name: str, world: int, cap
 
     for values in with_members(rest, world=world, model=Vector(24), make=sgd, policy=POLICIES[name]):
         assert far(values, list(range(world))) < 0.005
-    assert f"what {name} remembers begins anew: the checkpoint is that of rank 0 of 3" in caplog.text
+    assert f"resets the memory of {name}: the checkpoint is that of rank 0 of 3" in caplog.text

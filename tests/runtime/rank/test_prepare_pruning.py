@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call, attr-defined"
 # torch's own backward is untyped, and a prepared optimizer has more than torch's.
-"""Pruning of a prepared model: all ranks keep the same weights, the others stay zero, and zeros do not travel."""
+"""Pruning of a prepared model: all ranks keep the same weights; the others stay zero and are not sent."""
 
 import copy
 from collections.abc import Callable
@@ -38,11 +38,11 @@ Work = Callable[[Any, Any, Any], Any]
 
 
 class Gone(Exception):
-    """Ends the program of a rank that is dead to the others."""
+    """Ends the program of a rank that the others count as dead."""
 
 
 class Spreading(torch.optim.Optimizer):
-    """An optimizer of somebody's own, which moves all elements of a parameter if one of them has a gradient."""
+    """A user's optimizer that changes all elements of a parameter if one of them has a gradient."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.02})
@@ -91,7 +91,7 @@ def zeros_of(model: nn.Module) -> torch.Tensor:
 
 
 def by_magnitude(model: nn.Module, keep: float) -> list[torch.Tensor]:
-    """What is kept, by a sort of all weights, without any of the product's code."""
+    """The expected masks, by sorting all weights, without the library's code."""
     weights = [each.detach() for each in model.parameters() if each.dim() > 1]
     order = torch.cat([each.flatten() for each in weights]).abs().argsort(descending=True, stable=True)
     kept = torch.zeros(order.numel(), dtype=torch.bool)
@@ -174,12 +174,12 @@ def test_what_is_pruned_is_the_same_everywhere_and_stays_zero(policy: Policy, ma
     found = on_ranks(policy, work, make)
     for zeros, afterwards, idle in found:
         assert torch.equal(zeros, found[0][0])
-        assert torch.equal(afterwards, zeros)  # kept weights move on, and none of them is zero by chance
+        assert torch.equal(afterwards, zeros)  # kept weights are trained on, and none of them is zero by chance
         assert idle
 
 
 def test_ranks_that_share_machines_train_as_one_process_does_that_prunes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hierarchy, "_SMALLEST_BYTES", 0)  # lets small models go by machines
+    monkeypatch.setattr(hierarchy, "_SMALLEST_BYTES", 0)  # lets small models use the hierarchical exchange
 
     def work(transport: Any, model: Any, optimizer: Any) -> list[torch.Tensor]:
         train(model, optimizer, transport.rank, range(HALF))
@@ -300,7 +300,7 @@ def test_a_rank_that_a_death_keeps_from_pruning_clears_its_state_when_it_gets_th
             transport.network.set_unreachable(victim, True)
             raise Gone
         if transport.rank == late and sessions[0].view.number == 1:
-            raise Interrupted  # what the victim told has not come here
+            raise Interrupted  # the victim's message has not arrived here
         return masks
 
     def work(transport: Any, model: Any, optimizer: Any) -> bool | None:

@@ -1,4 +1,4 @@
-"""A process that joins a training whose model was pruned: it gets the masks, too."""
+"""A process that joins a job whose model was pruned gets the masks too."""
 
 import os
 import signal
@@ -60,7 +60,7 @@ def prune_and_die(rank: Rank, step: int) -> None:
 
 
 def wait_for_all(rank: Rank, step: int) -> None:
-    """Waits in the midst of the step until the successor of rank 2 is there, however long it takes to start."""
+    """Waits within the step until the successor of rank 2 has started, however long that takes."""
     end = time.monotonic() + 60.0
     while step == AT and not dict(rank.transport.view().members).get(2) and time.monotonic() < end:
         time.sleep(0.05)
@@ -74,12 +74,12 @@ def tell_masks(rank: Rank, step: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy",
-    # Lossy means are added up as they come, and nothing brings replicas together that differ by rounding.
+    # Lossy means are summed in order of arrival, so replicas may differ by rounding and stay different.
     [BoundedDrift(), ModelAveraging(), GradientAveraging(reliability=EXACT)],
     ids=lambda policy: type(policy).__name__,
 )
 def test_a_rank_that_returns_at_the_very_step_of_the_pruning_waits_for_nobody(policy: Policy, tmp_path: Path) -> None:
-    """Its program prunes at that step as those of the others do, which have done so before it came."""
+    """Its program prunes at the same step as the other ranks, which pruned before it joined."""
     how = How(steps=STEPS, silence_s=30.0, policy=policy, before=prune_at, within=wait_for_all, after=tell_masks)
     with MachineJob(tmp_path, how, {2: replace(how, before=prune_and_die)}) as job:
         assert job.ranks[2].end() == -signal.SIGKILL

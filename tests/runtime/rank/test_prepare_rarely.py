@@ -1,4 +1,4 @@
-"""Policies that talk rarely, on ranks of a simulated network, beside a process that does what must come out."""
+"""Policies that communicate rarely (local SGD), on a simulated network, compared with a single-process reference."""
 
 import copy
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def put(model: nn.Module, values: torch.Tensor) -> None:
 
 
 class Apart:
-    """Models that train apart in one process."""
+    """Models that train separately in one process."""
 
     def __init__(self, world: int, make: Callable[[], nn.Module] = perceptron) -> None:
         self.models = [copy.deepcopy(make()) for _ in range(world)]
@@ -145,7 +145,7 @@ def test_anchors_and_momentum_outlive_their_owner(victim: int) -> None:
             anchor, speed = outer.anchor.detach().clone(), outer.speed()
             new = outer.step(torch.stack([flat(apart.models[rank]) for rank in living]).mean(0))
             own = [flat(model)[orphaned] for model in apart.models]
-            if step + 1 == 8:  # the owner's silence is noticed: its shard makes no outer step, and ranks keep their own
+            if step + 1 == 8:  # the silent owner is detected: its shard makes no outer step; ranks keep their own
                 outer.take_back(orphaned, anchor, speed)
             for rank in living:
                 put(apart.models[rank], new)
@@ -276,7 +276,7 @@ def test_a_sparse_exchange_of_everything_is_local_sgd_but_for_its_rounding() -> 
     expected = on_real(DiLoCo(every=3, outer_lr=1.0, momentum=0.0, reliability=EXACT), 3)
     start = flat(perceptron())
     for ours, theirs in zip(on_real(policy, 3), expected, strict=True):
-        # Two magnitudes for all elements are coarse; what they point to must be the same.
+        # Two magnitudes for all elements are coarse, but the direction must be the same.
         assert float(torch.nn.functional.cosine_similarity(ours - start, theirs - start, dim=0)) > 0.8
 
 
@@ -285,7 +285,7 @@ class Wide(SparseDiLoCo):
 
     @property
     def codes(self) -> tuple[Sparse, Sparse]:
-        """How changes go up and parameters come down."""
+        """Number formats of changes sent to owners and of parameters sent back."""
         return Sparse(keep=self.keep, of=self.block, bits=16), Sparse(keep=self.answer, of=self.block, bits=16)
 
 
@@ -293,7 +293,7 @@ def test_a_sparse_exchange_of_everything_in_more_bits_is_local_sgd() -> None:
     policy = Wide(every=3, decay=1.0, keep=256, answer=256, block=256, reliability=EXACT)
     expected = on_real(DiLoCo(every=3, outer_lr=1.0, momentum=0.0, reliability=EXACT), 9)
     for ours, theirs in zip(on_real(policy, 9), expected, strict=True):
-        # Parameters come down in bfloat16, whose steps are 1/256.
+        # Parameters are sent back in bfloat16, whose steps are 1/256.
         torch.testing.assert_close(ours, theirs, rtol=1 / 256, atol=2e-3)
 
 
@@ -398,7 +398,7 @@ def test_masks_that_ranks_agree_on_cancel_out_in_the_mean() -> None:
 
 
 def test_a_model_that_is_loaded_becomes_the_anchor() -> None:
-    """Anchors of the parameters before would pull what is loaded back to them."""
+    """Anchors of the previous parameters would pull the loaded ones back."""
     policy = DiLoCo(every=2, outer_lr=0.5, momentum=0.9, reliability=EXACT)
     other = perceptron()
     with torch.no_grad():

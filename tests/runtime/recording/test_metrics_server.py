@@ -1,4 +1,4 @@
-"""A training that serves its own metrics, and ledgers that log to Weights & Biases."""
+"""Prometheus metrics of a training, and ledgers that log to Weights & Biases."""
 
 import logging
 import os
@@ -85,7 +85,7 @@ def test_a_forked_process_keeps_no_port(monkeypatch: pytest.MonkeyPatch) -> None
     port = int(server.address.rpartition(":")[2])
     ready, written = os.pipe()
     child = os.fork()
-    if child == 0:  # as a worker of a data loader, which may outlive the training
+    if child == 0:  # like a data loader's worker, which may outlive the training
         os.write(written, b"x")
         time.sleep(60)
         os._exit(0)
@@ -105,7 +105,7 @@ def test_a_forked_process_keeps_no_port(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Run:
-    """What a run of Weights & Biases does with numbers, without the package."""
+    """A stand-in for a Weights & Biases run, without the package."""
 
     def __init__(self, fails: bool = False) -> None:
         self.logged: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Records of real trainings over loopback: what they say, where they go, and what a full disk costs."""
+"""Step records of real trainings over loopback: their content, their destination, and the cost of a full disk."""
 
 import errno
 import json
@@ -363,6 +363,6 @@ def test_the_status_names_the_worst_link_and_the_wait() -> None:
     assert "step 9, 2.5 steps/s, the last 1.00 s ago, 90.00 % of the chunks arrived" in text
     assert "view 2 since step 3, members 0-2, 4" in text
     assert "worst link: with rank 2, loses 10.0 %" in text
-    assert "not heard: rank 4 for 7.0 s" in text
+    assert "silent: rank 4 for 7.0 s" in text
     assert "waits: 3.0 s in backward(), with rank 1-2, 4" in text
     assert "no majority" in text

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""What every step costs, however small the model: counted, as a clock on a busy machine tells little."""
+"""The fixed cost of a step, however small the model: counted, as times on a busy machine are too noisy."""
 
 import contextlib
 import sys
@@ -68,7 +68,7 @@ def test_a_step_makes_few_exchanges_few_calls_and_few_operations(
             step(model, optimizer)
             sys.setprofile(None)
             found.append((posted[transport.rank] - before, calls, operations))
-        # Some steps do more: the first, those in which standbys compare, and any that waits long on a busy machine.
+        # Some steps do more: the first, those that compare standbys, and any that waits long on a busy machine.
         return [min(each) for each in zip(*found, strict=True)]
 
     for exchanges, calls, operations in local_world(ranks, work):

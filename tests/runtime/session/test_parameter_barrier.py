@@ -1,4 +1,4 @@
-"""The gate by itself: modules wait for their parameters, for no others, once, and before they run."""
+"""The parameter barrier alone: each module waits for its own parameters, and no others, once, before it runs."""
 
 import copy
 import logging
@@ -38,7 +38,7 @@ def three_layers() -> nn.Sequential:
 
 
 class Diary:
-    """Writes down which buckets a gate received, and when it was passed."""
+    """Records which buckets a barrier received, and how often it completed."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -63,7 +63,7 @@ def barrier_of(
 
 
 def passage(barrier: ParameterBarrier, diary: Diary) -> tuple[bool, int]:
-    """Whether the gate is open, and how often it was passed."""
+    """Whether the barrier is open, and how often it completed."""
     return barrier.is_open, diary.passed
 
 
@@ -196,7 +196,7 @@ def test_a_model_that_was_compiled_before_does_not_overlap(way: str) -> None:
     if way == "wrapped":
         model = torch.compile(model, backend="eager")
     else:
-        model[0].compile(backend="eager")  # a part is enough
+        model[0].compile(backend="eager")  # one compiled module is enough
     barrier, diary = barrier_of(model)
     assert not barrier.overlap
     barrier.close()
@@ -204,6 +204,7 @@ def test_a_model_that_was_compiled_before_does_not_overlap(way: str) -> None:
 
 
 def test_compiling_a_prepared_model_waits_for_all_and_ends_the_overlap() -> None:
+    torch.compiler.reset()  # code that an earlier test has compiled is not compiled again
     model = three_layers()
     barrier, diary = barrier_of(model)
     barrier.close()
@@ -230,8 +231,8 @@ def test_parameters_used_behind_the_gates_back_end_the_overlap_and_are_warned_of
         barrier.used(5)
         barrier.used(4)
     assert not barrier.overlap
-    (said,) = caplog.messages
-    assert "used before they had arrived" in said and "overlap=False" in said
+    (warning,) = caplog.messages
+    assert "used before they had arrived" in warning and "overlap=False" in warning
     barrier.open()
     barrier.close()
     assert passage(barrier, diary) == (True, 2)
@@ -299,7 +300,7 @@ def test_an_error_of_a_bucket_goes_to_the_caller_and_the_others_can_still_be_wai
     assert passage(barrier, diary) == (False, 0)
     diary.on_receive = lambda bucket: None
     barrier.open()
-    assert diary.received == [5, 4, 3, 2, 1, 0]  # the exchange that failed has ended: it is not waited for again
+    assert diary.received == [5, 4, 3, 2, 1, 0]  # the failed exchange has ended, so it is not waited for again
     assert passage(barrier, diary) == (True, 1)
 
 

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Calls that one rank makes alone: the others take part from where they wait, or everyone is told what is wrong."""
+"""Collective calls that one rank makes alone: the others serve them while they wait, or every rank gets an error."""
 
 import copy
 import logging
@@ -55,7 +55,7 @@ def tensors(state: Any) -> list[torch.Tensor]:
 
 
 def saved(rank: Rank, ranks: range) -> list[torch.Tensor]:
-    """Trains, with a checkpoint in the middle that some ranks make: what is in it, and where training ends."""
+    """Trains, with a checkpoint in the middle that some ranks make. Returns its content, and the final parameters."""
     rank.train(STEPS)
     found: list[torch.Tensor] = []
     if rank.rank in ranks:
@@ -96,7 +96,7 @@ def test_a_slow_rank_takes_part_in_calls_that_it_makes_itself_afterwards() -> No
                 rank.train(range(step, step + 1))
                 if rank.rank == 1:
                     with in_call("what only this rank waits in"):
-                        receive(group, torch.zeros(1), 0).wait()  # and takes part from there
+                        receive(group, torch.zeros(1), 0).wait()  # and serves the call while it waits here
                 found += tensors(model.state_dict()) + tensors(rank.optimizer.state_dict())
                 with exact(model):
                     found += values(model)
@@ -163,9 +163,11 @@ def test_a_call_between_backward_and_step_of_others_is_an_error_for_the_caller_a
 
     with caplog.at_level(logging.WARNING, "stormtorch"):
         assert on_ranks(perceptron(), adamw, work) == [STEPS + 2] * 4
-    told = [each.getMessage() for each in caplog.records]
+    messages = [each.getMessage() for each in caplog.records]
     for other in (0, 2, 3):
-        assert sum(f"rank {other}: takes no part in model.state_dict() of rank 1" in each for each in told) == 1, told
+        assert sum(f"rank {other}: takes no part in model.state_dict() of rank 1" in each for each in messages) == 1, (
+            messages
+        )
 
 
 def test_ranks_may_make_different_calls_at_once() -> None:
@@ -210,7 +212,7 @@ def test_a_mean_that_one_rank_asks_for_alone_is_an_error_for_this_rank_at_once()
 
 
 def meets(transport: Transport, group: Group, *, elsewhere: bool) -> None:
-    """Rank 1 waits for rank 0, and takes part meanwhile in what that calls."""
+    """Rank 1 waits for rank 0, and meanwhile serves rank 0's calls."""
     if transport.rank == 0:
         send(group, torch.zeros(1), 1).wait()
     else:
@@ -303,7 +305,7 @@ def test_a_call_that_timed_out_ends_nobodys_training_and_may_be_made_again(looks
             with pytest.raises(ExchangeTimeout):
                 model.state_dict()
             if not looks_late:
-                time.sleep(0.6)  # rank 1 waits in backward, and finds a call that nobody makes any more
+                time.sleep(0.6)  # rank 1 waits in backward, and finds a call that has been cancelled
         else:
             time.sleep(0.8)
         rank.train(range(2, 4))
@@ -384,8 +386,8 @@ def test_who_waits_in_vain_is_told_so_and_then_gets_an_error(
 
     with caplog.at_level(logging.WARNING, "stormtorch"):
         local_world(2, work)
-    told = [each.getMessage() for each in caplog.records]
-    assert any("rank 0 has waited 0 s in model.state_dict(): rank 1 computes" in each for each in told), told
+    messages = [each.getMessage() for each in caplog.records]
+    assert any("rank 0 has waited 0 s in model.state_dict(): rank 1 computes" in each for each in messages), messages
 
 
 @pytest.mark.parametrize("policy", [EXACTLY, BoundedDrift()], ids=["exact", "drift"])
@@ -402,7 +404,7 @@ def test_the_last_rank_saves_what_it_has_and_is_told_what_is_lost(
         rank.train(STEPS)
         rank.optimizer.session.wait()
         if transport.rank == 1:
-            transport.close()  # without parting, so that it does not stay for the other one
+            transport.close()  # without leaving first, so that it does not wait for the other rank
         else:
             time.sleep(0.3)
             assert_same(tensors(model.state_dict()), expected)
@@ -431,8 +433,8 @@ def test_only_the_rank_that_left_is_named_where_it_had_a_standby(caplog: pytest.
 
     with caplog.at_level(logging.WARNING, "stormtorch"):
         local_world(3, work, options=Options(timeout_s=20.0))
-    told = sorted(each.getMessage() for each in caplog.records)
-    assert told == [f"rank {rank}: view 2 begins at step 3 with 2 ranks; rank 2 is gone" for rank in range(2)]
+    messages = sorted(each.getMessage() for each in caplog.records)
+    assert messages == [f"rank {rank}: view 2 begins at step 3 with 2 ranks; rank 2 is gone" for rank in range(2)]
 
 
 @pytest.mark.thorough
@@ -466,5 +468,5 @@ def test_every_call_that_waits_for_others_says_so(
     with caplog.at_level(logging.WARNING, "stormtorch"):
         local_world(2, work, options=Options(timeout_s=20.0))
     name = {"prepare": "prepare()", "step": "optimizer.step()", "clip": "clip_grad_norm_()"}.get(call, f"{call}()")
-    told = [each.getMessage() for each in caplog.records]
-    assert any(f"rank 0 has waited 0 s in {name}: rank 1" in each for each in told), told
+    messages = [each.getMessage() for each in caplog.records]
+    assert any(f"rank 0 has waited 0 s in {name}: rank 1" in each for each in messages), messages

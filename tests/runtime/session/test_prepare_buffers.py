@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Buffers of a prepared model: replaced in forward, of several optimizers, saved by one rank after calls of all."""
+"""Buffers of a prepared model: replaced in forward, shared by several optimizers, saved by one rank alone."""
 
 import copy
 from typing import Any
@@ -25,7 +25,7 @@ POLICIES = pytest.mark.parametrize("policy", [BoundedDrift(), ModelAveraging(eve
 
 
 class Replacing(nn.Module):
-    """Statistics of two widths, each a new tensor in every forward, as people write them."""
+    """Running statistics of two sizes, each a new tensor in every forward, as people write them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def statistics(model: nn.Module) -> list[torch.Tensor]:
 
 
 def mean_statistics(model: nn.Module, world: int, steps: int = STEPS) -> list[torch.Tensor]:
-    """What statistics of inputs come to on average, over ranks that train apart."""
+    """The mean of the statistics over ranks that each see their own inputs."""
     models = [copy.deepcopy(model) for _ in range(world)]
     for rank, each in enumerate(models):
         for step in range(steps):
@@ -62,7 +62,7 @@ def normalised() -> nn.Sequential:
 
 
 def saved_alone(rank: Rank) -> list[torch.Tensor]:
-    """The statistics in a state dict that rank 0 alone asks for, while the others wait for something else."""
+    """The statistics in a state dict that rank 0 alone requests, while the others wait elsewhere."""
     found = []
     if rank.rank == 0:
         state = rank.model.state_dict()
@@ -89,7 +89,7 @@ def test_buffers_that_forward_replaces_are_kept_once_and_forgotten_when_they_are
     buffers, held = Buffers(model), []
     for step in range(50):
         model(vectors(0, step))
-        held.append(model.narrow if step % 3 else model.wide)  # so that new ones do not always take the same place
+        held.append(model.narrow if step % 3 else model.wide)  # so that new ones do not always reuse the same memory
         buffers.remember()
         assert {name: tuple(each.shape) for name, each in buffers._snapshot.items()} == {"narrow": (8,), "wide": (16,)}
         assert_same(list(buffers._snapshot.values()), statistics(model))

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="attr-defined, no-untyped-call"
 # torch.distributed has more than it declares, and torch's own backward is untyped.
-"""Checkpoints are in torch's format: what was saved by any number of ranks goes on with any other, or without us."""
+"""Checkpoints are in torch's format: any number of ranks can load what any other number saved, as can plain torch."""
 
 import copy
 import io
@@ -82,7 +82,7 @@ def restore(saved: bytes, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def flatten(state: Any) -> dict[str, Any]:
-    """A nested dict as one, so that it can be compared."""
+    """Flattens a nested dict, so that it can be compared."""
     if not isinstance(state, dict | list):
         return {"": state}
     items = state.items() if isinstance(state, dict) else enumerate(state)
@@ -125,7 +125,7 @@ def together(model: nn.Module, make: MakeOptimizer, steps: range, saved: bytes |
 @pytest.mark.parametrize("name", list(MAKES))
 def test_a_checkpoint_is_that_of_one_process_and_goes_on_in_one_or_in_many(name: str) -> None:
     model, make = perceptron(), MAKES[name]
-    other = perceptron(seed=5)  # what is loaded must come from the checkpoint
+    other = perceptron(seed=5)  # so that equal values can only come from the checkpoint
     half, whole = alone(model, make, BEFORE), alone(model, make, range(12))
     ours = together(model, make, BEFORE)
     assert_same_state(load(ours), load(half))
@@ -246,14 +246,14 @@ def test_parameters_that_were_moved_are_noticed(policy: Policy, use: str) -> Non
         if use == "step":
             regression(rank.model, vectors(rank.rank, 1)).backward()
         elif use == "backward":
-            rank.model.eval()  # torch looks at no type until then
+            rank.model.eval()  # torch checks no type until then
         rank.model.to(torch.bfloat16)
         with pytest.raises(RuntimeError, match=r"parameter \d of shape .* was moved after prepare"):
             if use == "forward":
                 rank.model(vectors(rank.rank, 1))
             elif use == "backward":
                 rank.model(vectors(rank.rank, 1).bfloat16()).sum().backward()
-                rank.optimizer.step()  # the first to look where gradients stay on their rank
+                rank.optimizer.step()  # the first to notice, if gradients stay on their rank
             elif use == "step":
                 rank.optimizer.step()
             else:
@@ -273,7 +273,7 @@ def renewed(model: nn.Module) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_moving_a_model_to_where_it_is_changes_nothing(policy: Policy, move: str, when: str) -> None:
     moves: dict[str, Callable[[nn.Module], object]] = {
-        "to": lambda model: model.to("cpu:0"),  # copies every tensor, as torch tells "cpu:0" from "cpu"
+        "to": lambda model: model.to("cpu:0"),  # copies every tensor, as torch distinguishes "cpu:0" from "cpu"
         "cpu": lambda model: model.cpu(),
         "float": lambda model: model.float(),
         "there and back": lambda model: model.double().float(),

@@ -34,13 +34,13 @@ SGD = torch.optim.SGD
 
 
 class Named(Protocol):
-    """What has a name."""
+    """A protocol with a name."""
 
     name: str
 
 
 class Slots:
-    """Has no dict."""
+    """Has no `__dict__`."""
 
     __slots__ = ("room",)
 
@@ -64,7 +64,7 @@ class Narrow(Slots, SGD):
 
 
 class Below(Abstract):
-    """A class of a class, which steps by that of its base."""
+    """A subclass that uses the step of its base class."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -75,7 +75,7 @@ class Below(Abstract):
 def trained(
     make: Callable[[nn.Module], torch.optim.Optimizer], use: Callable[[nn.Module, Any], object] = lambda *_: None
 ) -> dict[int, Any]:
-    """Trains three ranks. Returns what each has: parameters, and what `use` has returned after two steps."""
+    """Trains three ranks. Returns the parameters of each, and what `use` has returned after two steps."""
     begun, found = perceptron(), dict[int, Any]()
 
     def body(transport: SimulatedTransport) -> None:
@@ -146,7 +146,7 @@ def test_state_of_a_parameter_cannot_be_read_and_the_error_says_what_can() -> No
 
 
 def test_torch_compile_calls_a_prepared_step_as_it_is() -> None:
-    # The process beside may step by torch's compiled code, which rounds otherwise.
+    # The plain process may step by torch's compiled code, which rounds differently.
     assert judge(IDIOMS["torch.compile of optimizer.step"], "2 ranks")[0] in ("same bits", "rounding")
 
 
@@ -160,7 +160,7 @@ def test_a_parameter_without_gradient_and_an_empty_group_do_not_matter() -> None
 
 
 class AllAtOnce(torch.optim.Optimizer):
-    """Takes for granted that all parameters have gradients, as optimizers do that stack them."""
+    """Assumes that all parameters have gradients, like optimizers that stack them."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -177,7 +177,7 @@ def test_an_optimizer_meets_no_parameter_without_gradient_that_is_not_the_progra
 
 
 class Coarse(torch.optim.Optimizer):
-    """Keeps its momentum in bfloat16, or in eight bits with a scale for each row, as timm's and bitsandbytes' do."""
+    """Keeps its momentum in bfloat16, or in eight bits with a scale for each row, like timm and bitsandbytes."""
 
     def __init__(self, parameters: Any, lr: float, bits: int) -> None:
         super().__init__(parameters, {"lr": lr, "bits": bits})
@@ -265,7 +265,7 @@ def test_a_checkpoint_with_state_of_few_bits_begins_a_job(bits: int) -> None:
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Trains at other parameters than those that it is evaluated with, and changes from one to the other by itself."""
+    """Trains with other parameters than it is evaluated with, and switches between them itself."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "train_mode": True, "k": 0})
@@ -280,11 +280,11 @@ class ScheduleFree(torch.optim.Optimizer):
                 group["train_mode"] = train
 
     def eval(self) -> None:
-        """Parameters become their mean."""
+        """Switches to the mean of the parameters."""
         self._to(1 - 1 / 0.9, train=False)
 
     def train(self) -> None:
-        """They become what is trained."""
+        """Switches to the parameters that are trained."""
         self._to(1 - 0.9, train=True)
 
     @torch.no_grad()
@@ -309,7 +309,7 @@ def evaluate(c: Loop, number: int) -> None:
     c.optimizer.eval()
     with torch.no_grad():
         seen = c.model(vectors(9, 0)).sum()
-    if number % 3 == 2:  # what it sees there comes into what it trains
+    if number % 3 == 2:  # training depends on the result of this evaluation
         c.optimizer.train()
         with torch.no_grad():
             next(c.model.parameters()).data.mul_(1 + 0.01 * seen.tanh())
@@ -372,7 +372,7 @@ def test_torchs_checkpoints_that_come_after_prepare_say_so(monkeypatch: pytest.M
     frame: Any = type("Frame", (), {"f_globals": {"__name__": "torch.distributed.checkpoint.state_dict"}})()
     module: Any = sys.modules["torch.distributed.checkpoint.state_dict"]
     for name in ("_get_optim_state_dict", "_load_optim_state_dict"):
-        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
+        monkeypatch.setattr(module, name, getattr(module, name))  # so that it is restored afterwards
     monkeypatch.delattr(module, "_storm_taught", raising=False)
     with pytest.raises(RuntimeError, match=r"before prepare\(\), or call this again"):
         distributed_checkpoint.check_patched_before(frame)

@@ -101,7 +101,7 @@ def test_what_is_loaded_is_not_overwritten_by_what_was_on_its_way(policy: Policy
         _, optimizer = prepare(model, sgd(model), policy=policy, group=Group(transport, range(2)))
         Rank(transport.rank, 2, model, optimizer).train(2)
         if transport.rank:
-            time.sleep(0.2)  # the other has loaded before the last of this one arrives
+            time.sleep(0.2)  # the other rank has loaded before this one's last message arrives
         model.load_state_dict(other.state_dict())
         model(vectors(0, 0))
         return values(model)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""At zero loss, ranks that train together give what one process gives without us."""
+"""Without packet loss, ranks that train together give the result of one plain process."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Ranks on machines in trouble, as real processes: what cannot be had is said, and training goes on."""
+"""Ranks as real processes on faulty machines, with full disks, clock jumps or no memory: training goes on."""
 
 import json
 import os
@@ -66,18 +66,18 @@ def test_a_disk_that_is_full_for_a_while_costs_rows_and_checkpoints_but_no_step(
     full = How(steps=DISK_STEPS, begin=on_a_small_disk, prepared=follow, after=save_and_fill)
     with MachineJob(tmp_path, how, {2: full}) as job:
         assert [each.end() for each in job.ranks] == [0, 0, 0]
-        said = job.ranks[2]
-        assert said.reported("step") == list(range(1, DISK_STEPS + 1))
-        assert said.reported("members") == [[0, 1, 2]]
-        assert set(said.reported("unsaved")) >= {12, 16} and said.reported("saved") == [28]
-        (rows,) = said.reported("rows")
+        victim = job.ranks[2]
+        assert victim.reported("step") == list(range(1, DISK_STEPS + 1))
+        assert victim.reported("members") == [[0, 1, 2]]
+        assert set(victim.reported("unsaved")) >= {12, 16} and victim.reported("saved") == [28]
+        (rows,) = victim.reported("rows")
         assert (
             rows[0] == 0 and rows[-1] >= DISK_STEPS - 2 and set(range(FULL + 8, FREE)).isdisjoint(rows)
         )  # a page has room for some
-        # Records wait until there is room again, and none is lost.
-        (records,) = said.reported("records")
+        # Records wait until there is space again, and none is lost.
+        (records,) = victim.reported("records")
         assert records == list(range(len(records)))
-        log = "\n".join(said.reported("log"))
+        log = "\n".join(victim.reported("log"))
         for words in ("cannot write to", "it lacks", "cannot write records to", "records can be written to"):
             assert words in log
 
@@ -152,7 +152,7 @@ def outgrow_cgroup(rank: Rank, step: int) -> None:
 
 
 def take_all_there_is(rank: Rank, step: int) -> None:
-    """From now on this process gets no memory, as under `ulimit -v`; nothing that is taken is given back."""
+    """Takes all memory that this process can get, as under `ulimit -v`, and frees none of it."""
     if step == OUT_AT:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)
@@ -176,7 +176,7 @@ def go_on_without_rank_2(job: MachineJob, before_s: float) -> None:
 
 
 def test_a_rank_without_memory_says_so_at_its_end_and_the_others_go_on_at_once(tmp_path: Path) -> None:
-    """The silence would be a minute: it says goodbye although it gets no memory for it."""
+    """The rank sends a goodbye although no memory is left. Otherwise, the others would wait for a minute."""
     how = How(steps=MEMORY_STEPS, silence_s=60.0)
     with MachineJob(tmp_path, how, {2: replace(how, within=take_all_there_is)}) as job:
         go_on_without_rank_2(job, before_s=20.0)
@@ -258,7 +258,7 @@ LATE, LATE_STEPS = 3, 30
 def test_under_a_deadline_those_who_live_go_on(
     deadline: Deadline, victim: int, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """Also without a late rank whose deputy makes a round just then."""
+    """The victim may be the late rank, while its stand-in makes a round."""
     policy = BoundedDrift(bucket_mb=0.05, deadline=deadline)
     how = How(world=4, steps=LATE_STEPS, compute_s=0.03, policy=policy)
     with MachineJob(tmp_path, how, {LATE: replace(how, compute_s=0.4)}) as job:

@@ -113,7 +113,7 @@ def test_step_may_be_given_none_where_a_closure_could_be() -> None:
     model = perceptron()
 
     def work(rank: Rank) -> list[torch.Tensor]:
-        if rank.rank != 2:  # it has no data, and gives no gradient
+        if rank.rank != 2:  # rank 2 has no data, and contributes no gradient
             regression(rank.model, vectors(rank.rank, 0)).backward()
         rank.optimizer.step(None)
         return rank.values()
@@ -260,7 +260,7 @@ def test_the_models_own_zero_grad_will_do() -> None:
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_where_one_rank_overflows_all_skip_the_step(world: int, fused: bool, unscaling: bool) -> None:
-    model = nn.Linear(8, 6, bias=False)  # too small for four whole owners, and one of them owns nothing
+    model = nn.Linear(8, 6, bias=False)  # too small for four owners: one of them owns nothing
     bad = (3, 1)  # step and rank
     make = lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)  # noqa: E731
     alone = copy.deepcopy(model)

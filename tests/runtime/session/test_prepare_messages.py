@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""What users read: names, the ledger in words, what a model says of `module`, warnings of a full disk."""
+"""Messages for users: public names, the ledger's summary, the error of `model.module`, warnings of a full disk."""
 
 import copy
 import json
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.pure
 def test_the_package_lists_its_public_names_and_nothing_else() -> None:
     assert dir(stormtorch) == sorted(stormtorch.__all__)
     script = "import stormtorch, sys; dir(stormtorch); assert 'torch' not in sys.modules; print(*dir(stormtorch))"
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert said.stdout.split() == sorted(stormtorch.__all__)
+    listed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert listed.stdout.split() == sorted(stormtorch.__all__)
     for name in dir(stormtorch):
         assert getattr(stormtorch, name) is not None
 
@@ -138,7 +138,7 @@ def test_the_last_step_is_in_the_summary(policy: Policy) -> None:
         rank.train(3)
         assert ledger.summary()["steps"] == 3
         assert [row.step for row in ledger] == [0, 1, 2]
-        rank.model(vectors(rank.rank, 3))  # and it is not counted twice
+        rank.model(vectors(rank.rank, 3))  # which must not count the step twice
         assert ledger.summary()["steps"] == 3
 
     on_ranks(perceptron(), adamw, work, policy=policy, world=2)
@@ -182,7 +182,7 @@ def test_the_ledger_and_its_summary_can_be_read() -> None:
     lines = str(summary).splitlines()
     assert lines[:5] == [
         "steps    20, waiting 0.2 s for gradients and 0 s for parameters; the guard made 1 of them exact",
-        "arrived  85.00% of the chunks; the oldest copy was of 3 steps before",
+        "arrived  85.00% of the chunks; the oldest copy was 3 steps old",
         "sent     2.47 MB",
         "drift    none",
         "events   10",
@@ -243,10 +243,10 @@ def test_a_full_disk_under_follow_does_not_end_the_training(caplog: pytest.LogCa
 
     assert on_ranks(perceptron(), adamw, work, policy=BoundedDrift(), world=2) == [4, 4]
     for rank in range(2):
-        (said,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith(f"rank {rank}: ")]
-        assert "cannot write to /dev/full" in said
-        assert "No space left on device" in said
-        assert "Rows from step 0 on are lost there" in said
+        (warning,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith(f"rank {rank}: ")]
+        assert "cannot write to /dev/full" in warning
+        assert "No space left on device" in warning
+        assert "Rows from step 0 on are lost there" in warning
 
 
 def test_a_file_that_can_be_written_again_has_whole_lines_and_a_warning_of_what_it_lacks(
@@ -269,10 +269,10 @@ def test_a_file_that_can_be_written_again_has_whole_lines_and_a_warning_of_what_
     ledger.add(LedgerRow(4))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 4]
     assert [row.step for row in ledger] == [0, 1, 2, 3, 4]
-    told = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
-    assert len(told) == 2
-    assert "Rows from step 1 on are lost" in told[0]
-    assert "it lacks 3 rows, those of steps 1 to 3" in told[1]
+    warnings = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(warnings) == 2
+    assert "Rows from step 1 on are lost" in warnings[0]
+    assert "it lacks 3 rows, those of steps 1 to 3" in warnings[1]
 
 
 def test_tensorboard_without_room_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers with a mode for training and one for evaluation, of which a rank dies while all change it."""
+"""Optimizers with modes for training and evaluation: a rank dies while all ranks change the mode."""
 
 from typing import Any
 
@@ -18,18 +18,18 @@ pytestmark = pytest.mark.pure
 
 
 class Died(Exception):
-    """The rank is dead: nobody hears it any more."""
+    """The rank is dead: no rank receives anything from it."""
 
 
 def die(c: Loop, *_: Any, **__: Any) -> None:
-    """Cuts the rank off."""
+    """Makes the rank unreachable."""
     transport = c.optimizer.session.group.transport
     transport.network.set_unreachable(transport.rank, True)
     raise Died
 
 
 def dying(c: Loop, when: str) -> None:
-    """Has rank 0 die when it next changes the mode."""
+    """Makes rank 0 die when it next changes the mode."""
     session = c.optimizer.session
     if when == "before it has moved":
         session.moves = lambda _: die(c)
@@ -62,7 +62,7 @@ def test_a_rank_that_dies_while_all_change_the_mode_leaves_all_shards_in_the_new
             c.optimizer.train()
         except Died:
             return
-        if number % 3 == 2:  # what it sees there comes into what it trains
+        if number % 3 == 2:  # training depends on the result of this evaluation
             with torch.no_grad():
                 next(c.model.parameters()).data.mul_(1 + 0.01 * seen.tanh())
 
@@ -71,7 +71,7 @@ def test_a_rank_that_dies_while_all_change_the_mode_leaves_all_shards_in_the_new
 
 
 class Swapping(torch.optim.SGD):
-    """Has a method that moves parameters outside `step`, as Lookahead's `backup_and_load_cache`."""
+    """Has a method that moves parameters outside `step`, like Lookahead's `backup_and_load_cache`."""
 
     def swap(self) -> None:
         """Halves all parameters that it knows."""

@@ -18,7 +18,7 @@ BUCKET_MB = 0.12
 
 
 def profiled(policy: Policy) -> list[str]:
-    """The names of our events in two steps of one rank, in their order. A profiler sees the thread that began it."""
+    """The names of our events in two steps of one rank, in order. A profiler sees only the thread that started it."""
 
     def steps(rank: Rank) -> None:
         rank.train(2, objective=lambda model, given: model(given).sum(), data=lambda _rank, _step: torch.ones(4, 100))
@@ -37,7 +37,7 @@ def profiled(policy: Policy) -> list[str]:
 
 
 def of_a_step(sizes: list[str]) -> list[str]:
-    """Gradients leave as they come, parameters in the order in which forward needs them."""
+    """Gradients are sent in the order of backward, parameters in the order of forward."""
     numbers = range(len(sizes))
     return [
         *(f"storm::reduce_scatter bucket {number}, {sizes[number]}" for number in numbers),

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # torch's own backward is untyped.
-"""Models run as people run them: recomputed, copied, looked at, two at once, or with two optimizers."""
+"""Models as people run them: activation checkpointing, copies, inference mode, two models, two optimizers."""
 
 import copy
 import io
@@ -42,7 +42,7 @@ STEPS = 6
 
 
 class Recomputed(nn.Module):
-    """Its layers are run again in backward instead of being remembered."""
+    """Uses activation checkpointing: its layers run again in backward."""
 
     def __init__(self, reentrant: bool | None, first: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_activations_may_be_recomputed(reentrant: bool, everything: bool) -> Non
     policy = BoundedDrift(gradients=EXACT, broadcast=EXACT, bucket_mb=1e-4)
 
     def work(rank: Rank) -> list[torch.Tensor]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # it looks at gradients before the step
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # it reads gradients before the step
         for step in range(STEPS):
             scaler.scale(regression(rank.model, vectors(rank.rank, step))).backward()
             scaler.step(rank.optimizer)
@@ -79,7 +79,7 @@ def test_activations_may_be_recomputed(reentrant: bool, everything: bool) -> Non
 
 
 class Twice(nn.Module):
-    """One layer in two parts that are recomputed: one backward brings it two gradients."""
+    """Uses one layer in two recomputed parts, so that one backward computes two gradients of it."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_a_shared_parameter_may_be_recomputed_twice(bucket_mb: float) -> None:
         rank.train(STEPS)
         return rank.values()
 
-    for ours in local_world(2, body):  # sockets read at once what the simulator reads when it is waited for
+    for ours in local_world(2, body):  # sockets receive at once; the simulator receives only during waits
         assert_close(ours, plain(Twice(False), adamw, STEPS, world=2))
 
 
@@ -173,7 +173,7 @@ def test_two_models_are_trained_against_each_other() -> None:
         _, making = prepare(maker, adamw(maker), policy=EXACTLY, group=group)
         _, judging = prepare(judge, adamw(judge), policy=EXACTLY, group=group)
         for step in range(STEPS):
-            adversaries(maker, judge, (making, judging), vectors(0, step))  # the same on all, so that means are exact
+            adversaries(maker, judge, (making, judging), vectors(0, step))  # equal on all ranks, so means are exact
         with exact(maker), exact(judge):
             return [*values(maker), *values(judge)]
 
@@ -229,7 +229,7 @@ def test_gradients_are_copied_and_saved_as_plain_tensors() -> None:
         buffer = io.BytesIO()
         torch.save(gradient, buffer)
         buffer.seek(0)
-        # A clone takes part in what the program computes from gradients, of which sums are named.
+        # A clone is a `PartialGradient`, so that sums over it are found. A copy of it must be plain, too.
         for copied in (copy.deepcopy(gradient), copy.deepcopy(gradient.clone()), torch.load(buffer, weights_only=True)):
             assert type(copied) is torch.Tensor
             assert_same([copied], [gradient])
@@ -237,7 +237,7 @@ def test_gradients_are_copied_and_saved_as_plain_tensors() -> None:
     on_ranks(perceptron(), adamw, work)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward")  # of a cycle, which the copy into a bucket cuts
+@pytest.mark.filterwarnings("ignore:Using backward")  # of a cycle, which the copy into a bucket breaks
 def test_backward_may_keep_its_graph() -> None:
     def work(rank: Rank) -> list[torch.Tensor]:
         for step in range(STEPS):

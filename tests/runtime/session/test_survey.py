@@ -1,4 +1,4 @@
-"""No optimizer of torch's and no idiom of a training loop comes to another result silently."""
+"""No optimizer of torch and no idiom of a training loop silently gives another result."""
 
 import json
 from pathlib import Path

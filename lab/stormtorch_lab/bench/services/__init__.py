@@ -1,1 +1,1 @@
-"""Benchmark of a web service and a training that share the lines of a lab."""
+"""Benchmark of a web service and a training that share the links of a lab."""

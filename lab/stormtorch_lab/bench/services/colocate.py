@@ -1,4 +1,4 @@
-"""A web service beside a training on the same lines: what is asked for.
+"""Settings of `bench colocate`: a web service beside a training on the same links.
 
 report = ColocateReport.begin(settings)         # of bench/services/colocate_results.py
 run_colocate(settings, report.runs.append)      # of bench/services/colocate_run.py
@@ -14,15 +14,15 @@ from stormtorch_lab.netns.conditions import Conditions
 from stormtorch_lab.tasks.models.llama import LlamaSize
 
 NONE = "none"
-"""Name of the training that is none: the service has the lines for itself."""
+"""Name for runs without a training, where the service has the links to itself."""
 STORM = ("model-averaging", "lead")
 """Trainings by stormtorch, named by their policies."""
 DDP, DDP_LOW = "ddp", "ddp-low"
-"""Trainings by DistributedDataParallel on gloo: over TCP, of normal priority or marked as low."""
+"""Trainings by DistributedDataParallel on gloo over TCP, at normal or low priority."""
 TRAININGS = (*STORM, DDP, DDP_LOW, NONE)
-"""What can share the lines with the service."""
+"""Trainings that can share the links with the service."""
 STEPS_PER_CALL = 4
-"""Steps between two looks at the clock, which all ranks take together."""
+"""Steps between two checks of the clock, which are collective."""
 
 
 YieldTo = Literal["queues", "latency", "classes"]
@@ -34,50 +34,50 @@ class ColocateSettings:
     """Settings of the benchmark."""
 
     ranks: int = 8
-    """Hosts, each with a server, a client and a rank."""
+    """Number of hosts, each with a server, a client and a rank."""
     train: tuple[str, ...] = ("model-averaging", NONE)
     """Trainings beside the service, of `TRAININGS`."""
     prefer: tuple[float | None, ...] = (None, 0.3, 0.1, 0.02)
-    """How strongly the service is preferred: the share of a line that the training has while the service wants it all
-    (`Conditions.low_share`). None treats all packets alike, and marks none."""
+    """How strongly the service is preferred: the share of a link that the training keeps while the service could use
+    all of it (`Conditions.low_share`). None treats all packets alike, and marks none."""
     yield_to: YieldTo = "classes"
-    """How the training yields where it is of low priority: "classes" marks it and leaves the rest to the lines."""
+    """How a training of low priority yields: "classes" only marks its packets, for the traffic classes of the links."""
     requests: tuple[float, ...] = (100.0, 200.0, 400.0)
     """Requests per second of all hosts together."""
     size: int = 100_000
-    """Bytes of an answer."""
+    """Bytes of a response."""
     seconds: float = 10.0
-    """Seconds for which the service is measured in each run: those requests count that are due meanwhile. It goes on
-    until the training has made its steps, and the training until it is over."""
+    """Seconds of each run in which the service is measured: requests due in that time count. Service and training both
+    run on until the time is over and the training has made its steps."""
     steps: int = 16
     """Steps after which the training is evaluated, a multiple of `STEPS_PER_CALL` or rounded up to one."""
     slack: float = 1.5
-    """Deadline of a stage of an exchange, as a multiple of the time that it takes alone, which is measured first."""
+    """Deadline of each stage of an exchange, as a multiple of its time without the service, which is measured first."""
     deadline_s: float | None = None
-    """Deadline in seconds, in place of `slack`."""
+    """Deadline of each stage in seconds, in place of `slack`."""
     allowed_loss: float | None = None
-    """Loss that the training may spend on its pace (`Policy.allowed_loss`), in place of a fixed deadline."""
+    """Fraction of loss that the training accepts to stay fast (`Policy.allowed_loss`), in place of a fixed deadline."""
     at_latency_s: float = 0.02
-    """Mean latency at which the requests that are carried are compared."""
+    """Mean latency at which the carried requests per second are compared."""
     network: Conditions = field(default_factory=lambda: Conditions(rate="100mbit"))
     """Conditions of the lab; `prefer` sets its `low_share`."""
     layers: int = 2
     width: int = 128
     """Width of the model, a multiple of 64: 2 layers of 128 have 0.43 million parameters."""
     batch: int = 8
-    """Sequences that each rank learns from in a step."""
+    """Sequences of each rank per step."""
     context: int = 64
     """Bytes of a sequence."""
     lr: float = 1e-3
     text: Path | None = None
-    """Text to read, as a file or WikiText-2's folder; None is the source of Python's standard library."""
+    """Training text, as a file or WikiText-2's folder; None is the source of Python's standard library."""
     seeds: int = 1
-    """Runs of everything, each with weights, batches and arrivals of its own."""
+    """Repetitions of every run, each with its own weights, batches and request arrivals."""
     first_seed: int = 0
     request_timeout_s: float = 5.0
-    """Seconds after which a request has failed."""
+    """Seconds after which a request counts as failed."""
     timeout_s: float = 3600.0
-    """Seconds after which everything must have ended."""
+    """Seconds after which the benchmark times out."""
 
     def __post_init__(self) -> None:
         check_between("ranks", self.ranks, 2, 64)
@@ -96,7 +96,7 @@ class ColocateSettings:
         if self.allowed_loss is not None:
             check_between("allowed_loss", self.allowed_loss, 0.001, 0.9)
             if self.deadline_s is not None:
-                raise BadSetting("allowed_loss", "has deadlines that the training learns: leave out --deadline")
+                raise BadSetting("allowed_loss", "lets the training learn its deadlines: leave out --deadline")
         check_between("at_latency", self.at_latency_s, 1e-6, 1e3)
         check_between("batch", self.batch, 1, 10_000)
         check_between("context", self.context, 1, 10_000)
@@ -106,7 +106,7 @@ class ColocateSettings:
         check_between("request_timeout", self.request_timeout_s, 0.01, 1e4)
         check_between("timeout_s", self.timeout_s, 10, 1e6)
         if self.network.rate is None:
-            raise BadSetting("rate", "must be a rate: nobody waits on a line without a limit")
+            raise BadSetting("rate", "must be a rate: packets never queue on a link without a limit")
         for share in self.prefer:
             with blaming("prefer", "low_share"):
                 self.network.changed(low_share=share)
@@ -119,7 +119,7 @@ class ColocateSettings:
 
     @property
     def turns(self) -> int:
-        """Turns of `STEPS_PER_CALL` steps until the training is evaluated."""
+        """Calls of `STEPS_PER_CALL` steps until the training is evaluated."""
         return -(-self.steps // STEPS_PER_CALL)
 
     @property
@@ -128,8 +128,8 @@ class ColocateSettings:
         return max(4.0 * self.seconds, self.seconds + 60.0)
 
     def cases(self) -> list["Case"]:
-        """All runs, in order: first each training alone, exact and then with deadlines; then, for each rate, everything
-        else, each time from another start.
+        """All runs, in order: first each training alone, exact and then with deadlines; then the other cases for each
+        rate, in an order that rotates.
         """
         seeds = range(self.first_seed, self.first_seed + self.seeds)
         found = []
@@ -148,10 +148,10 @@ class ColocateSettings:
         return found
 
     def _shares(self, train: str) -> Sequence[float | None]:
-        """Preferences that make a difference: to packets of normal priority, classes of others are all the same."""
+        """Preferences that apply to a training: one at normal priority is not affected by the share of low priority."""
         if train in (NONE, DDP):
             return (None,)
-        # Of equal priority, ddp-low is ddp.
+        # At equal priority, ddp-low is ddp.
         twice = train == DDP_LOW and DDP in self.train and len(self.prefer) > 1
         return [share for share in self.prefer if share is not None] if twice else self.prefer
 
@@ -169,13 +169,13 @@ class Case:
     seed: int
     requests: float | None = None
     """Requests per second. None is the training alone and exact; 0 is the training alone with its deadlines, whose loss
-    is that of ranks that wait for processors."""
+    comes from ranks that wait for processors."""
     low_share: float | None = None
-    """Share of a line that the training has while the service wants it all; None treats all packets alike."""
+    """Share of a link that the training keeps while the service could use all of it; None treats all packets alike."""
 
     @property
     def prefer(self) -> str:
-        """The preference as commands write it."""
+        """The preference as text, as on the command line."""
         return "equal" if self.low_share is None else f"{self.low_share:g}"
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The training beside a web service, on every rank; all runs one after the other in the same processes."""
+"""The training of `bench colocate` on every rank: all runs one after the other in the same processes."""
 
 import os
 import time
@@ -22,23 +22,23 @@ from stormtorch_lab.jobs.ranks import Member
 from stormtorch_lab.netns.links.kernel_network import LOW_DSCP
 
 NICE = 10
-"""Niceness of the training, so that the service waits for the network and not for a processor."""
+"""Niceness of the training, so that the service waits only for the network, not for a processor."""
 
 
 def options_for(member: Member, yield_to: YieldTo, *, low: bool) -> Options:
-    """Options of a training's transport: unmarked, or of low priority, so that lines can prefer others."""
+    """Options of a training's transport: normal priority, or low priority, marked by its DSCP."""
     return Options(interface=member.interface, priority="low" if low else "normal", yield_to=yield_to)
 
 
 def policy_for(train: str, deadline_s: float | None, allowed_loss: float | None = None) -> Policy:
-    """Policy of a training by stormtorch: with a deadline, or with a loss that it may spend, nothing is sent again;
-    without them it is exact.
+    """Policy of a training by stormtorch: without retransmission if it has a deadline or an allowed loss, exact
+    otherwise.
     """
     exact = deadline_s is None and allowed_loss is None
     reliability = EXACT if exact else Reliability(budget=1.0, deadline_s=deadline_s)
     if train == "model-averaging":
         return ModelAveraging(reliability=reliability, allowed_loss=allowed_loss)
-    # Neither would keep the pace: a standby is sent everything exactly, a guard makes bad broadcasts exact.
+    # Both would slow the training down: standbys receive everything exactly, the guard repairs bad broadcasts.
     return BoundedDrift(reliability=reliability, allowed_loss=allowed_loss, standby=0, guard=None)
 
 
@@ -46,32 +46,32 @@ def policy_for(train: str, deadline_s: float | None, allowed_loss: float | None 
 
 
 class Phase(IntEnum):
-    """What ranks do next."""
+    """The next phase of all ranks."""
 
     MEASURE = 0
-    """Make further steps, which count."""
+    """Make further steps, which are measured."""
     DRAIN = 1
-    """Make further steps while the last requests end; they do not count."""
+    """Make further steps, not measured, until the last requests have ended."""
     END = 2
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Rank 0 asks for the network of a case; a case without a training is run by the parent meanwhile."""
+    """Rank 0 requests the network of a case; the parent runs a case without a training meanwhile."""
 
     case: int
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Rank 0 asks for the service: its training is under way."""
+    """Rank 0 requests the start of the service: its training is running."""
 
     case: int
 
 
 @dataclass(frozen=True)
 class Look:
-    """Rank 0 asks for the next phase."""
+    """Rank 0 requests the next phase."""
 
     case: int
     made: bool
@@ -80,7 +80,7 @@ class Look:
 
 @dataclass
 class RankTotals:
-    """What one rank counted in one case."""
+    """Counters of one rank in one case."""
 
     case: int
     steps: int = 0
@@ -109,7 +109,7 @@ class RankTotals:
 
 
 def mean_of(fractions: Sequence[float]) -> float:
-    """Mean fraction that arrived; all of it where nothing was sent."""
+    """Mean fraction that arrived; 1 if nothing was sent."""
     return sum(fractions) / len(fractions) if fractions else 1.0
 
 
@@ -138,7 +138,7 @@ def rank_trains(member: Member, settings: ColocateSettings) -> None:
 
 
 def _stage_s(stage: Stage[Replica], totals: RankTotals) -> float:
-    """Seconds that one of two stages takes alone: of each step the longest wait of a rank, and of all steps the median.
+    """Seconds of one of the two stages without the service: the longest wait of any rank in a step, median over steps.
 
     A deadline counts from when a rank begins, so the rank that begins first needs the longest one.
     """
@@ -193,9 +193,9 @@ class _TrainingRank:
             self.totals.add(row)
 
     def run(self) -> RankTotals:
-        """Trains until the parent says that the run is over."""
+        """Trains until the parent ends the run."""
         totals, member = self.totals, self._stage.member
-        self._run_steps()  # connections and memory are made in the first steps
+        self._run_steps()  # the first steps open connections and allocate memory
         self._stage.barrier()
         if member.rank == 0:
             member.request(Begin(totals.case))

@@ -1,4 +1,4 @@
-"""Results of a web service beside a training: single runs, their summary, and requests carried at a fixed latency."""
+"""Results of `bench colocate`: single runs, their summary, and the requests carried at a fixed latency."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,18 +14,18 @@ from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.tasks.data.corpus import open_corpus
 
 SERVICE = (
-    "nginx on every host; requests from everyone to everyone else, a Poisson process on each host, sent when they are "
-    "due whatever became of those before (open loop); latency from when a request was due to its last byte, client's "
-    "lateness included; failed requests have none and are counted"
+    "nginx on every host; requests from every host to every other, a Poisson process on each host, sent when they are "
+    "due without waiting for earlier ones (open loop); latency from the due time to the last byte, with the client's "
+    "own delay included; failed requests have no latency and are counted"
 )
 TRAINING = (
-    "one rank on each host, one torch thread; AdamW at a constant rate, betas 0.9 and 0.95; each stage of an exchange "
-    "ends at its deadline with what has arrived, and nothing is sent again (ddp: everything arrives); lead "
+    "one rank on each host, one torch thread; AdamW at a constant learning rate, betas 0.9 and 0.95; each stage of an "
+    "exchange ends at its deadline with the chunks received by then, without retransmission (ddp: all arrive); lead "
     "has neither standby nor guard; loss: fraction of the chunks that did not arrive while the service was measured"
 )
 ALONE = (
     "the same training without the service, without deadline and without loss (same weights, batches and steps); then "
-    "with deadlines: what is lost there, ranks lost by waiting for processors"
+    "with deadlines: that loss comes from ranks that wait for processors"
 )
 
 
@@ -40,46 +40,45 @@ class TrainingResult:
     step_s: float | None
     """Mean seconds of these steps."""
     loss: float | None
-    """Fraction of the chunks that did not arrive, mean over both stages; None where there was no step to count."""
+    """Fraction of the chunks that did not arrive, mean over both stages; None without a measured step."""
     loss_up: float | None
     """Fraction of the chunks of stage 1, to owners, that did not arrive."""
     loss_down: float | None
     """Fraction of the chunks of stage 2, from owners, that did not arrive."""
     bytes_per_step: float | None
-    """Bytes of datagrams that a rank sends in a step; None under DDP."""
+    """Bytes of datagrams that a rank sends per step; None under DDP."""
     deadline_s: float | None
-    """Deadline of each stage; None waits for everything, or lets the training learn it from `allowed_loss`."""
+    """Deadline of each stage; None if there is none, or if the training learns it from `allowed_loss`."""
     exchange_s: float | None
     """Median over steps of the longest time that a rank waits for both stages; None under DDP."""
     validation: float | None
-    """Loss on held-out text after the fixed number of steps; None if they were not made in time."""
+    """Validation loss after the fixed number of steps; None if they were not made in time."""
     last_validation: float | None
-    """Loss on held-out text at the end of the run, after all `steps`."""
+    """Validation loss at the end of the run, after all `steps`."""
     validation_ratio: float | None = None
-    """`validation` over that of the training alone."""
+    """`validation` divided by that of the training alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What came of one run."""
+    """Result of one run."""
 
     case: Case
     seconds: float
-    """Seconds for which the training was measured; of the service, those requests count that were due in the first of
-    them."""
+    """Seconds for which the training was measured; requests due in the first part of them are measured."""
     service: ServiceResult | None
     training: TrainingResult | None
     line_use: float | None
-    """Fraction of the hosts' lines in use, upwards, mean over hosts, all bytes counted; None without a training."""
+    """Utilisation of the hosts' uplinks by all bytes, mean over hosts; None without a training."""
     low_share: float | None
     """Share of low priority in the lab's conditions; None treats all packets alike."""
     drops: dict[str, Any]
-    """Packets that passed the lines and those that found a queue full, of all and of low priority."""
+    """Packets that passed the access links, and packets that found a queue full; in all and of low priority."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseSummary:
-    """Runs of one case that differ in their seeds alone, as means."""
+    """Means over the runs of one case, which differ only in their seeds."""
 
     train: str
     low_share: float | None
@@ -95,19 +94,19 @@ class CaseSummary:
     validation: float | None
     validation_ratio: float | None
     speedup: float | None
-    """Mean latency beside the same training of equal priority, over this one."""
+    """Speed-up: mean latency beside the same training at equal priority, divided by this one."""
     slowdown: float | None
-    """Mean latency over that of the service alone."""
+    """Mean latency divided by that of the service alone."""
 
     @property
     def prefer(self) -> str:
-        """The preference as commands write it."""
+        """The preference as text, as on the command line."""
         return "equal" if self.low_share is None else f"{self.low_share:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Carried:
-    """Requests per second that are carried at a fixed mean latency."""
+    """Carried requests per second at a fixed mean latency."""
 
     train: str
     low_share: float | None
@@ -118,7 +117,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class ColocateReport:
-    """Results, and the conditions under which they came out; runs are added one by one."""
+    """Results with the conditions of their measurement; runs are added one by one."""
 
     conditions: dict[str, Any]
     runs: list[RunResult] = field(default_factory=list)
@@ -128,7 +127,7 @@ class ColocateReport:
         """Makes a report without any run.
 
         Raises:
-            stormtorch.checks.BadSetting: There is nothing to learn from.
+            stormtorch.checks.BadSetting: There is no training data.
         """
         asked = asdict(settings) | {"network": settings.network.to_json(), "text": str(settings.text or "")}
         with blaming("data", "text"):
@@ -149,8 +148,8 @@ class ColocateReport:
         ]
 
     def alone(self) -> dict[str, tuple[float | None, float | None, float | None]]:
-        """For each training: seconds of a step alone, the deadline of a stage, and the loss with it but without the
-        service, which is no fault of the network.
+        """For each training: seconds of a step alone, the deadline of a stage, and the loss with that deadline but
+        without the service, which the network did not cause.
         """
         found: dict[str, tuple[float | None, float | None, float | None]] = {}
         for train in dict.fromkeys(run.case.train for run in self.runs if run.training is not None):
@@ -163,7 +162,7 @@ class ColocateReport:
         return found
 
     def carried(self, latency_s: float) -> list[Carried]:
-        """For each training and preference, the rate at which the mean latency is as given, on straight lines."""
+        """For each training and preference, the request rate at the given mean latency, by linear interpolation."""
         curves: dict[tuple[str, float | None], list[tuple[float, float]]] = {}
         for row in self.rows():
             if row.mean_s is not None:
@@ -189,7 +188,7 @@ class ColocateReport:
         }
 
     def write(self, path: Path) -> None:
-        """Writes JSON; makes missing folders."""
+        """Writes JSON and creates missing folders."""
         write_json(path, without_nan(self.to_json()))
 
 
@@ -212,7 +211,7 @@ _Key = tuple[str, float | None, float]
 
 
 def _of_equal(means: Mapping[_Key, float | None], key: _Key) -> float | None:
-    """Mean latency beside the same training of equal priority; of ddp-low, that is also ddp."""
+    """Mean latency beside the same training at equal priority; for ddp-low that is ddp."""
     train, _, requests = key
     found = means.get((train, None, requests))
     return means.get((DDP, None, requests)) if found is None and train == DDP_LOW else found
@@ -248,7 +247,7 @@ def _row(key: _Key, runs: Sequence[RunResult], equal_s: float | None, none_s: fl
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Mean of values that are all known; None if one is not, or if there is none."""
+    """Mean of the values; None if any is None, or without values."""
     known = [value for value in values if value is not None]
     return mean(known) if known and len(known) == len(values) else None
 

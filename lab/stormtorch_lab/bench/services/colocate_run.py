@@ -1,4 +1,4 @@
-"""Runs of a web service and a training that share the lines of a lab; all of them in the same processes."""
+"""Runs `bench colocate`: a web service and a training that share the links of a lab, all runs in the same processes."""
 
 import contextlib
 import time
@@ -27,14 +27,14 @@ from stormtorch_lab.jobs.ranks import run_ranks
 from stormtorch_lab.netns.lab import Lab
 from stormtorch_lab.netns.measured import Measured
 
-# Requests due in the first part of a run open connections; they are sent and not counted.
+# Requests due in the first part of a run open connections; they are sent but not measured.
 _FIRST_S = 1.0
 _LOOK_S = 0.05
 
 Keep = Callable[[RunResult], None]
 """Function that is called with each run as soon as it has ended."""
 Describe = Callable[[dict[str, Any]], None]
-"""Function that is called with what is measured of the lab and of processes when they have started."""
+"""Function that is called with measurements of the lab and the processes when they have started."""
 
 
 def run_colocate(
@@ -48,12 +48,12 @@ def run_colocate(
     Args:
         settings: What to run.
         keep: Called with each run as soon as it has ended.
-        advance: Called with the number of runs that are done.
-        describe: Called once with what was measured of the lab, and with the niceness of everyone.
+        advance: Called with the number of finished runs.
+        describe: Called once with the measurements of the lab and the niceness of all processes.
 
     Raises:
-        stormtorch_lab.jobs.failed.RankFailed: A rank failed or did not end in time.
-        stormtorch_lab.netns.LabError: The lab, a server or a client failed, or there is none here.
+        stormtorch_lab.jobs.failed.RankFailed: A rank failed or timed out.
+        stormtorch_lab.netns.LabError: The lab, a server or a client failed, or this machine cannot make a lab.
     """
     with (
         Lab(settings.ranks, settings.network, management=True) as lab,
@@ -85,7 +85,7 @@ def run_colocate(
 
 
 class _Coordinator:
-    """Answers ranks: sets the network, begins and ends the service, and sums up each run."""
+    """Serves requests of the ranks: sets the network, starts and stops the service, and summarises each run."""
 
     def __init__(self, settings: ColocateSettings, lab: Lab, service: Service, keep: Keep, advance: Advance) -> None:
         self._settings, self._lab, self._service = settings, lab, service
@@ -100,7 +100,7 @@ class _Coordinator:
         self._done = 0
 
     def on_message(self, _rank: int, what: object) -> object:
-        """Answers one message of a rank."""
+        """Handles one message of a rank."""
         if isinstance(what, Look):
             return self._look(self._cases[what.case], made=what.made)
         if isinstance(what, Prepare):
@@ -165,7 +165,7 @@ class _Coordinator:
             training = replace(training, validation_ratio=training.validation / alone if alone else None)
         service = None
         if case.requests:
-            # The same requests in all runs, however long their trainings take.
+            # The same requests in all runs, independent of the time of their trainings.
             until_s = min(seconds, self._settings.seconds)
             service = ServiceResult.of(self._requests, seconds=until_s, first_s=min(_FIRST_S, until_s / 4))
         self._done += 1
@@ -189,7 +189,7 @@ class _Coordinator:
 
 
 def _training(case: Case, rank_totals: Sequence[RankTotals]) -> TrainingResult:
-    """Sums up what all ranks counted."""
+    """Summarises the counters of all ranks."""
     first = rank_totals[0]
     steps = first.measured_steps
     seconds = max(each.seconds for each in rank_totals)
@@ -232,7 +232,7 @@ def _probed(measured: Measured) -> dict[str, Any]:
 
 
 def _autogroup() -> bool:
-    """Whether sessions share processors before niceness counts; clients and servers have sessions of their own."""
+    """Whether autogroup is on: niceness then counts only inside a session, and each client and server has its own."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1"
     return False

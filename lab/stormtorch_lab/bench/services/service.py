@@ -1,8 +1,8 @@
-"""A web service on the hosts of a lab: nginx on each of them, and requests from everyone to everyone.
+"""A web service on the hosts of a lab: nginx on each host, and requests from every host to every other.
 
 with Service(lab) as service:
     service.begin(rate=200.0, seed=0)
-    ...                                         # whatever shares the lines with it
+    ...                                         # a training on the same links
     service.stop()
     requests = service.wait()
     summary = ServiceResult.of(requests, seconds=10.0)
@@ -33,13 +33,13 @@ from stormtorch_lab.netns.lab import Lab
 PORT = 8080
 """Port of nginx on every host."""
 PREFERRED_NICE = -10
-"""Niceness that nginx and its clients ask for; only some users may."""
+"""Niceness requested for nginx and its clients; not every user may set it."""
 _FILE = "file"
 _START_S, _ANSWER_S = 60.0, 30.0
 _BEGIN_S = 0.3
-"""Seconds from the command to the first requests: by then, all clients have it."""
-# More files than most shells allow, as connections have no limit; and the processor before others where that is
-# allowed. Where sessions share the processor (autogroup), niceness counts inside each alone, so the session asks, too.
+"""Seconds from the command to the first requests, so that all clients have received it by then."""
+# Raises the limit of open files, as connections have no limit, and lowers the niceness if that is allowed. Under
+# autogroup, niceness counts only inside a session, so the niceness of the session is lowered as well.
 _PREFERRED = (
     'ulimit -n "$(ulimit -Hn)"; { echo "$1" > /proc/self/autogroup; } 2>/dev/null; '
     'n=$1; shift; nice -n "$n" true 2>/dev/null || n=0; exec nice -n "$n" "$@"'
@@ -59,33 +59,31 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceResult:
-    """Requests of a measured time in a few numbers. Latencies count from when a request was due; of those that failed
-    there are none.
-    """
+    """Summary of the requests of a measured time. Latencies count from the due time; failed requests have none."""
 
     requests: int
     """Requests that were due."""
     failed: dict[str, int]
-    """Requests that failed, by how."""
+    """Failed requests, by kind of failure."""
     per_s: float
-    """Complete answers per second."""
+    """Complete responses per second."""
     mean_s: float | None
     p50_s: float | None
     p99_s: float | None
     max_s: float | None
     late_mean_s: float
-    """Mean time by which clients sent requests too late, which is part of each latency."""
+    """Mean delay from due time to sending, by the clients themselves; a part of each latency."""
     late_p99_s: float
     late_max_s: float
 
     @property
     def done(self) -> int:
-        """Number of complete answers."""
+        """Number of complete responses."""
         return self.requests - sum(self.failed.values())
 
     @classmethod
     def of(cls, requests: Sequence[Done], *, seconds: float, first_s: float = 0.0) -> "ServiceResult":
-        """Sums up the requests that were due from `first_s` to `seconds`."""
+        """Summarises the requests due from `first_s` to `seconds`."""
         counted = [request for request in requests if first_s <= request.due_s < seconds]
         latencies = [request.latency_s for request in counted if not request.failure]
         late = [request.late_s for request in counted] or [0.0]
@@ -111,22 +109,26 @@ def find_nginx() -> str:
     """Path of nginx.
 
     Raises:
-        LabUnavailable: It is not installed, or its clients cannot run; the message says how to get it.
+        LabUnavailable: nginx or aiohttp is not installed; the message has the command that installs it.
     """
     # Debian keeps it in a folder that is not in an ordinary user's PATH.
     path = shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
     if path is None:
-        raise LabUnavailable("the web service is nginx, which is not here: apt-get install nginx-light (or nginx)")
+        raise LabUnavailable(
+            "the web service needs nginx, which is not installed: apt-get install nginx-light (or nginx)"
+        )
     if importlib.util.find_spec("aiohttp") is None:
-        raise LabUnavailable("requests are sent by aiohttp, which is not here: pip install 'stormtorch-lab[colocate]'")
+        raise LabUnavailable(
+            "the web service's clients need aiohttp, which is not installed: pip install 'stormtorch-lab[colocate]'"
+        )
     return path
 
 
 def nginx_config(folder: Path, name: str, address: str) -> str:
     """Configuration of one nginx that serves a folder and writes nowhere else.
 
-    It is one process: a master that gives up root for its workers would need more rights than a user namespace has. It
-    stays root, too: otherwise it would give its folders to another user, and an ordinary user's namespace has none.
+    It is a single process: a master that drops root for its workers would need more privileges than a user namespace
+    has. It stays root: otherwise it would chown its folders to another user, and an unprivileged namespace has none.
     """
     scratch = "\n".join(
         f"    {kind}_temp_path {folder}/{name}-{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -160,13 +162,13 @@ def nginx_command(nginx: str, folder: Path, name: str, address: str) -> list[str
 
 
 def write_file(folder: Path, size: int) -> str:
-    """Writes the file that is served; returns its name."""
+    """Writes the served file; returns its name."""
     (folder / _FILE).write_bytes(os.urandom(size))
     return _FILE
 
 
 class _Client:
-    """The load generator of one host, and a thread that reads what it says."""
+    """The load generator of one host, and a thread that reads its replies."""
 
     def __init__(self, process: "subprocess.Popen[str]", host: int) -> None:
         self.process, self.host = process, host
@@ -209,8 +211,8 @@ class Service:
 
     Args:
         lab: Lab, open already.
-        size: Bytes of an answer.
-        timeout_s: Seconds after which a request has failed.
+        size: Bytes of a response.
+        timeout_s: Seconds after which a request counts as failed.
 
     Raises:
         LabUnavailable: nginx or aiohttp is missing.
@@ -225,7 +227,7 @@ class Service:
         self.servers: list[subprocess.Popen[Any]] = []
         """Processes of nginx by host, for `lab.signal`."""
         self.nice = 0
-        """Niceness that nginx and clients really have."""
+        """Actual niceness of nginx and the clients."""
         self._clients: list[_Client] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._begun_s: float | None = None
@@ -279,7 +281,7 @@ class Service:
         return f": {lines[0]}" if lines else ""
 
     def begin(self, *, rate: float, seed: int) -> None:
-        """Begins to send `rate` requests per second, of all hosts together, until `stop`."""
+        """Starts `rate` requests per second, of all hosts together, until `stop`."""
         check_between("rate", rate, 1e-3, 1e6)
         self._begun_s, self._stopped = time.monotonic() + _BEGIN_S, False
         for client in self._clients:
@@ -298,7 +300,7 @@ class Service:
         return 0.0 if self._begun_s is None else max(time.monotonic() - self._begun_s, 0.0)
 
     def stop(self) -> None:
-        """Sends no further requests. Does nothing the second time."""
+        """Sends no further requests. Idempotent."""
         if not self._stopped:
             self._stopped = True
             for client in self._clients:
@@ -310,13 +312,13 @@ class Service:
         for host, server in enumerate(self.servers):
             if server.poll() is not None:
                 raise LabError(f"nginx on host {host} {_state(server, 0.0)}{self._last_words()}")
-        # A client that has gone never answers; `wait` says so.
+        # A client that has exited never replies; `wait` raises the error.
         return self._stopped and all(
             client.said is not None or client.process.poll() is not None for client in self._clients
         )
 
     def wait(self) -> list[Done]:
-        """Waits after `stop` until all requests have ended, and returns what became of them."""
+        """Waits after `stop` until all requests have ended, and returns them."""
         found = []
         for client in self._clients:
             for due_s, late_s, latency_s, failure in client.receive(self._timeout_s + _ANSWER_S)["requests"]:
@@ -325,9 +327,9 @@ class Service:
         return found
 
     def close(self) -> None:
-        """Ends servers and clients, and removes their folder. Does nothing the second time."""
+        """Ends servers and clients, and removes their folder. Idempotent."""
         processes = [*(client.process for client in self._clients), *self.servers]
-        with contextlib.suppress(LabError):  # where the lab is closed, they are gone
+        with contextlib.suppress(LabError):  # if the lab is closed, they have ended
             for process in processes:
                 if process.poll() is None:
                     self._lab.signal(process, 9)

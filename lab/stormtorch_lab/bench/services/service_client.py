@@ -1,14 +1,14 @@
-"""Requests to a web service, in an open loop; run as a script on lab hosts, needs Python and aiohttp alone.
+"""Open-loop HTTP load generator; run as a script on lab hosts, needs only Python and aiohttp.
 
 service_client.py HOST ADDRESS:PORT/PATH ...
 
 It prints "ready" once every server has answered, and then takes commands, one line of JSON each:
     {"do": "begin", "at": monotonic seconds, "rate": requests per second, "seed": 0, "bytes": 100000, "timeout_s": 5}
-    {"do": "stop"}      prints what became of all requests as one line of JSON, as soon as the last one has ended
+    {"do": "stop"}      prints the outcome of all requests as one line of JSON, when the last one has ended
 
-Requests arrive as a Poisson process that the seed fixes, each for a server that is drawn. A request is sent when it is
-due, whatever became of those before it, and its latency counts from when it was *due*: a server, a network or a
-processor that stalls shows in every request that was due meanwhile, and not only in the one that it kept waiting.
+Requests arrive as a seeded Poisson process, each for a random server. A request is sent when it is due, without waiting
+for earlier ones, and its latency counts from when it was *due*: a stall of a server, the network or a processor shows
+in every request that was due meanwhile, not only in the one that it delayed.
 """
 
 import asyncio
@@ -23,25 +23,25 @@ from typing import Any, NamedTuple
 import aiohttp
 
 _ANSWER_S = 20.0
-"""Seconds in which every server must have answered for the first time."""
+"""Seconds within which every server must reply for the first time."""
 _FOR_EVER_S = 86_400.0
 
 
 class Request(NamedTuple):
-    """What became of one request."""
+    """Outcome of one request."""
 
     due_s: float
-    """Seconds from the beginning to when it was due."""
+    """Due time in seconds since the beginning."""
     late_s: float
-    """Seconds by which this process sent it too late: it had no processor, or too much to do."""
+    """Delay from due time to sending, in seconds: this process was busy or had no processor."""
     latency_s: float
-    """Seconds from when it was due to the last byte of the answer, or to the failure."""
+    """Seconds from the due time to the last byte of the response, or to the failure."""
     failure: str = ""
-    """Kind of the failure: "timeout", "length", "status", "connection"; empty for a complete answer."""
+    """Kind of the failure: "timeout", "length", "status", "connection"; empty for a complete response."""
 
 
 def arrivals(rate: float, seed: int, servers: int) -> Iterator[tuple[float, int]]:
-    """Yields when each request is due, in seconds from the beginning, and the number of its server; for ever."""
+    """Yields the due time of each request, in seconds since the beginning, and the number of its server; for ever."""
     draw = random.Random(seed)
     due_s = 0.0
     while True:
@@ -53,12 +53,12 @@ class Load:
     """Requests from one host: a Poisson process that goes on until `stop`.
 
     Args:
-        servers: Addresses of what is fetched, one for each server.
-        begin_s: When it begins, on the monotonic clock.
+        servers: Address of the fetched file on each server.
+        begin_s: Start, on the monotonic clock.
         rate: Requests per second.
-        seed: Seed of the arrivals.
-        size: Bytes of a complete answer.
-        timeout_s: Seconds after which a request has failed.
+        seed: Random seed of the arrivals.
+        size: Bytes of a complete response.
+        timeout_s: Seconds after which a request counts as failed.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class Load:
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Sends no further requests; those under way are waited for."""
+        """Sends no further requests; those in flight are waited for."""
         self._stopping.set()
 
     async def run(self) -> list[Request]:
-        """Sends requests until `stop`; returns what became of all, in the order in which they ended."""
+        """Sends requests until `stop`; returns their outcomes in the order of completion."""
         async with open_session(self._timeout_s) as session:
             for due_s, server in arrivals(self._rate, self._seed, len(self._servers)):
                 wait_s = self._begin_s + due_s - time.monotonic()
-                # Someone must also get the processor where requests are due faster than they are sent.
+                # Yield to other tasks even if requests are due faster than they are sent.
                 await self._pause(wait_s) if wait_s > 0.0 else await asyncio.sleep(0)
                 if self._stopping.is_set():
                     break
@@ -115,7 +115,7 @@ class Load:
 
 
 def open_session(timeout_s: float) -> aiohttp.ClientSession:
-    """Connections without a limit that are kept for ever, as those between services are; no proxy, no cookies."""
+    """A session of unlimited persistent connections, as between services; no proxy, no cookies."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=_FOR_EVER_S),
         timeout=aiohttp.ClientTimeout(total=timeout_s),
@@ -174,7 +174,7 @@ def _send(what: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves the commands of the parent until its line ends."""
+    """Serves the commands of the parent until its pipe closes."""
     host, *servers = arguments
     asyncio.run(_serve_commands(int(host), servers))
 

@@ -1,1 +1,1 @@
-"""Benchmark of fairness: what the engine leaves to TCP and to others on a link that they share."""
+"""Benchmark of fairness and congestion control: how the engine shares a link with TCP and other flows."""

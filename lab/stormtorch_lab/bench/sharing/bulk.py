@@ -1,4 +1,4 @@
-"""One bulk TCP flow, as other traffic on the link; run as a script on lab hosts, needs Python alone.
+"""One bulk TCP flow, as competing traffic; run as a script on lab hosts, needs only Python.
 
 bulk.py receive PORT            prints "ready", then [[monotonic seconds, bytes so far], ...] when the flow has ended
 bulk.py send ADDRESS PORT CONGESTION_CONTROL SECONDS
@@ -16,7 +16,7 @@ _QUIET_S = 5.0
 
 
 def receive(port: int) -> None:
-    """Counts what one connection brings."""
+    """Counts the bytes of one connection."""
     with socket.create_server(("", port)) as server:
         print("ready", flush=True)
         server.settimeout(30)
@@ -25,7 +25,7 @@ def receive(port: int) -> None:
             stream.settimeout(_QUIET_S)
             total, log = 0, [(time.monotonic(), 0)]
             buffer = memoryview(bytearray(1 << 18))
-            # The sender ends it by a reset; should that be lost, it falls silent.
+            # The sender ends the connection by a reset; if that is lost, the receive times out.
             with contextlib.suppress(ConnectionResetError, TimeoutError):
                 while count := stream.recv_into(buffer):
                     total += count
@@ -35,14 +35,14 @@ def receive(port: int) -> None:
 
 
 def send(address: str, port: int, congestion_control: str, seconds: float) -> None:
-    """Sends zeros as fast as TCP lets it."""
+    """Sends zeros as fast as TCP allows."""
     with socket.create_connection((address, port), timeout=30) as stream:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control.encode())
         data = bytes(1 << 17)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             stream.sendall(data)
-        # What is still queued is of no interest, and would go on after the time is over.
+        # Discard queued data, which would otherwise be sent after the end.
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 

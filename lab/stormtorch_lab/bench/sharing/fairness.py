@@ -1,14 +1,14 @@
-"""Manners of the engine on a network that it does not know and has to share, with no rate given.
+"""Congestion control and fairness of the engine on an unknown, shared network, with no rate given.
 
     report = run_fairness(FairnessSettings(only=("incast", "tcp")))
 
-Each finding is one figure of one lab, beside the bound it should keep:
-  all-to-all, incast    packets that met a full queue: what the engine inflicts on itself, its cold start included
-  tcp                   the share of a line that the engine and one bulk TCP flow have of each other
-  low, latency          what such a flow keeps of its own beside an engine of low priority, which yields to any
-                        queue, or to queues that last
-  alone                 how much longer exchanges of low priority take than normal ones where nobody else is
-  pause                 how soon an engine of low priority has the line back when the flow beside it pauses
+Each result is one figure from one lab, with the bound that it should keep:
+  all-to-all, incast    packets that found a full queue: congestion loss of the engine itself, cold start included
+  tcp                   the smaller share of a link between the engine and one bulk TCP flow
+  low, latency          the share of its own rate that such a flow keeps beside an engine of low priority, which yields
+                        to any queue, or to queues that last
+  alone                 time of exchanges of low priority on an idle network, as a multiple of normal ones
+  pause                 seconds until an engine of low priority regains the link when the competing flow pauses
   step                  exchanges until times are steady after the rate is halved and loss is switched on
 """
 
@@ -34,7 +34,7 @@ from stormtorch_lab.jobs.ranks import Member, run_ranks
 from stormtorch_lab.jobs.surroundings import surroundings
 from stormtorch_lab.netns import Lab
 
-# TCP and the engine run together for so long.
+# Seconds for which TCP and the engine run side by side.
 _TOGETHER_S = 12.0
 # Options of the engine's flow.
 _HOW: dict[str, dict[str, Any]] = {
@@ -43,25 +43,25 @@ _HOW: dict[str, dict[str, Any]] = {
     "latency": {"priority": "low", "yield_to": "latency"},
 }
 _STEP_ROUNDS = 40
-# Times count as steady when none of the later ones is longer than so many medians of the last rounds.
+# Times are steady if no later one exceeds this multiple of the median of the last rounds.
 _STEADY = 1.3
 
 
 @dataclass(frozen=True)
 class FairnessReport:
-    """Results, and the conditions under which they came out."""
+    """Results with the conditions of their measurement."""
 
     conditions: dict[str, Any]
     findings: list[FairnessResult]
 
     def write(self, path: Path) -> None:
-        """Writes JSON; makes missing folders."""
+        """Writes JSON and creates missing folders."""
         findings = [asdict(finding) | {"good": finding.good} for finding in self.findings]
         write_json(path, {"conditions": self.conditions, "findings": findings})
 
 
 def run_fairness(settings: FairnessSettings, advance: Advance = ignore_progress) -> FairnessReport:
-    """Looks at one thing after the other, each in a lab of its own."""
+    """Runs the checks one after the other, each in its own lab."""
     findings: list[FairnessResult] = []
     for done, name in enumerate(settings.only):
         advance(name, done)
@@ -75,7 +75,7 @@ def run_fairness(settings: FairnessSettings, advance: Advance = ignore_progress)
 
 def _measure_overflow(settings: FairnessSettings, name: str) -> list[FairnessResult]:
     bits = parse_rate(settings.rate)
-    # A second's worth at the busiest line: the receiver's, in an incast.
+    # The bytes of one second at the bottleneck: the receiver's link, in an incast.
     size = round(bits / 8 / (settings.ranks - 1))
     with lab_of(settings, settings.ranks) as lab:
         times = run_ranks(exchange_often, settings.ranks, (name, size, 5), timeout_s=settings.timeout_s, lab=lab)
@@ -84,10 +84,10 @@ def _measure_overflow(settings: FairnessSettings, name: str) -> list[FairnessRes
 
 def _overflow(name: str, lab: Lab, hosts: int, times: list[list[float]]) -> FairnessResult:
     measured = lab.measured()
-    who = "everyone to everyone" if name == "all-to-all" else f"{hosts - 1} to one"
+    who = "all to all" if name == "all-to-all" else f"{hosts - 1} to one"
     return FairnessResult(
         name=name,
-        what=f"{name}, {who}: packets that met a full queue",
+        what=f"{name}, {who}: packets that found a full queue",
         figure=measured.overflow,
         bound=0.01,
         at_most=True,
@@ -120,7 +120,7 @@ def exchange_often(member: Member, kind: str, size: int, rounds: int) -> list[fl
 def _measure_sharing(settings: FairnessSettings, name: str) -> list[FairnessResult]:
     findings = []
     for control in settings.tcp:
-        # Host 0 sends with the engine, host 1 with TCP, and both to host 2: they meet at the switch.
+        # Host 0 sends with the engine, host 1 with TCP, both to host 2: the bottleneck is at the switch.
         with lab_of(settings, 3) as lab:
             alone = rate_of(*finish(start_flow(lab, control, _TOGETHER_S)))
             flow: list[Any] = []
@@ -152,8 +152,8 @@ def _sharing(
     bits = parse_rate(settings.rate)
     details = {"tcp": control, "tcp_alone_bits_per_s": alone, "tcp_bits_per_s": tcp, "storm_bits_per_s": own}
     what = f"beside one flow of TCP {control}: "
-    yields = f'what that keeps of its own beside low priority, yield_to="{_HOW[name].get("yield_to")}"'
-    what += yields if low else "the smaller one's share of the line"
+    yields = f'share of its own rate that TCP keeps beside low priority, yield_to="{_HOW[name].get("yield_to")}"'
+    what += yields if low else "the smaller one's share of the link"
     return FairnessResult(
         name=name,
         what=what,

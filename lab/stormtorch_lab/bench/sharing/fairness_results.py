@@ -1,4 +1,4 @@
-"""Findings about the manners of the engine: settings, and figures with their bounds."""
+"""Settings and results of `bench manners`: figures with their bounds."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,25 +8,25 @@ from stormtorch_lab.netns import Conditions, Lab
 from stormtorch_lab.netns.access import available_tcp
 
 FAIRNESS_CHECKS = ("all-to-all", "incast", "tcp", "low", "latency", "alone", "pause", "step")
-"""Things to look at."""
+"""Names of the checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FairnessSettings:
-    """Settings: what to look at, and on which network."""
+    """Settings: the checks and the network."""
 
     only: tuple[str, ...] = FAIRNESS_CHECKS
     rate: str = "200mbit"
-    """Rate of each host's line."""
+    """Rate of each host's access link."""
     queue: str = "256kb"
-    """Bytes that may wait at each end of a line."""
+    """Bytes of the queue at each end of an access link."""
     delay: str = "0ms"
     ranks: int = 4
     """Ranks for all-to-all and incast; step has twice as many."""
     tcp: tuple[str, ...] = ("cubic", "bbr")
     """Congestion controls of the bulk flow."""
     timeout_s: float = 300.0
-    """Seconds after which a finding must be there."""
+    """Seconds after which a check times out."""
 
     def __post_init__(self) -> None:
         check_subset("only", self.only, FAIRNESS_CHECKS)
@@ -38,7 +38,7 @@ class FairnessSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FairnessResult:
-    """Figure and its bound."""
+    """Result of a check: a figure and its bound."""
 
     name: str
     what: str

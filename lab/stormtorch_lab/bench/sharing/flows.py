@@ -1,4 +1,4 @@
-"""Flows that meet at a switch: the engine's, from host 0 to host 2, and one of TCP, from host 1 to host 2."""
+"""Two competing flows with a bottleneck at the switch: the engine's, from host 0 to host 2, and TCP's, from host 1."""
 
 import json
 import subprocess
@@ -17,12 +17,12 @@ from stormtorch_lab.jobs.ranks import Member
 from stormtorch_lab.netns import Lab
 
 SETTLING_S = 4.0
-"""Seconds in which TCP and the engine still look for their share, and which do not count."""
+"""Seconds until TCP and the engine have converged; not measured."""
 _PORT = 4001
 
 
 def send_for_a_while(member: Member, how: dict[str, Any], seconds: float) -> list[tuple[float, int]]:
-    """Rank 0 sends to rank 2, which logs when how much had arrived. Rank 1's host is TCP's."""
+    """Rank 0 sends to rank 2, which logs times and received bytes. The host of rank 1 belongs to TCP."""
     log = [(time.monotonic(), 0)]
     options = Options(interface=member.interface, **how)
     with connect(member.store, member.rank, member.world, options) as transport:
@@ -57,7 +57,7 @@ def start_flow(lab: Lab, control: str, seconds: float) -> Flow:
 
 
 def finish(flow: Flow) -> tuple[float, list[tuple[float, int]]]:
-    """Waits for the end of a flow; returns when it began, and when how much had arrived."""
+    """Waits for the end of a flow; returns its start, and times with received bytes."""
     receiver, sender = flow
     output, _ = receiver.communicate(timeout=60)
     if sender.wait(60) != 0 or not output:
@@ -67,7 +67,7 @@ def finish(flow: Flow) -> tuple[float, list[tuple[float, int]]]:
 
 
 def rate_of(begin: float, log: Sequence[tuple[float, int]]) -> float:
-    """Bits per second of a flow, once it has found its share."""
+    """Bits per second of a flow after convergence."""
     return rate_between(log, begin + SETTLING_S, log[-1][0])
 
 
@@ -77,7 +77,7 @@ def rate_between(log: Sequence[tuple[float, int]], begin: float, end: float) -> 
 
 
 def _count_at(log: Sequence[tuple[float, int]], moment: float) -> float:
-    """Bytes until then, on a line between the entries around it."""
+    """Bytes received until a time, by linear interpolation."""
     before = max((entry for entry in log if entry[0] <= moment), default=log[0])
     after = min((entry for entry in log if entry[0] > moment), default=log[-1])
     if after[0] <= before[0]:

@@ -1,4 +1,4 @@
-"""Low priority on a line: what it costs where nobody else is, and how soon it has the line back from others."""
+"""Low priority (scavenger): its cost on an idle link, and how soon it regains the link from a pausing TCP flow."""
 
 import time
 from typing import Any
@@ -15,11 +15,11 @@ from stormtorch_lab.bench.sharing.flows import finish, send_for_a_while, start_f
 from stormtorch_lab.jobs.ranks import Member, run_ranks
 from stormtorch_lab.netns import Lab
 
-# Exchanges of both priorities take turns, so that what the machine does besides is the same for both.
+# Exchanges of both priorities alternate, so that other load on the machine affects both alike.
 _TURNS = 25
-# The flow sends and pauses so often, each time for so long.
+# How often the flow sends and pauses, and for how long each time.
 _PAUSES, _ON_S, _OFF_S = 4, 3.0, 3.0
-# The line is back when the engine carries this much of it over so many seconds.
+# The link is regained when the engine uses this fraction of it over so many seconds.
 _BACK, _OVER_S = 0.8, 0.1
 
 
@@ -29,12 +29,12 @@ def measure_alone(settings: FairnessSettings) -> list[FairnessResult]:
     with lab_of(settings, settings.ranks) as lab:
         times = run_ranks(take_turns, settings.ranks, (size,), timeout_s=settings.timeout_s, lab=lab)
         slowest = [[max(each) for each in zip(*(rank[kind] for rank in times), strict=True)] for kind in (0, 1)]
-        # The first exchanges of each find their rate.
+        # The first exchanges of each probe the rate.
         normal, low = (median(each[5:]) for each in slowest)
         return [
             FairnessResult(
                 name="alone",
-                what="alone on the line: time of an exchange of low priority, as a part of a normal one's",
+                what="alone on the link: time of an exchange of low priority, as a multiple of a normal one's",
                 figure=low / normal,
                 bound=1.05,
                 at_most=True,
@@ -61,7 +61,7 @@ def take_turns(member: Member, size: int) -> tuple[list[float], list[float]]:
 
 
 def measure_resumption(settings: FairnessSettings) -> list[FairnessResult]:
-    """Lets a TCP flow come and go beside a flow of low priority that yields to latency."""
+    """Starts and pauses a TCP flow beside a low-priority flow that yields to latency."""
     findings = []
     bits = parse_rate(settings.rate)
     for control in settings.tcp:
@@ -85,7 +85,7 @@ def measure_resumption(settings: FairnessSettings) -> list[FairnessResult]:
             findings.append(
                 FairnessResult(
                     name="pause",
-                    what=f"TCP {control} pauses: seconds until low priority has {_BACK:.0%} of the line again, at most",
+                    what=f"TCP {control} pauses: seconds until low priority has {_BACK:.0%} of the link again, at most",
                     figure=max(waits),
                     bound=1.0,
                     at_most=True,
@@ -98,7 +98,7 @@ def measure_resumption(settings: FairnessSettings) -> list[FairnessResult]:
 
 
 def _back_after(log: list[tuple[float, int]], paused_at: float, bits: float) -> float:
-    """Returns the seconds from a pause until the first stretch in which the line is carried."""
+    """Returns the seconds from a pause until the first interval in which the engine fills the link."""
     for at, (begin, before) in enumerate(log):
         if begin < paused_at:
             continue

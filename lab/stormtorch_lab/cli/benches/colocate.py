@@ -1,4 +1,4 @@
-"""`stormtorch bench colocate`: checks what was typed, shows progress, a table and a picture; others do the work."""
+"""The command `stormtorch bench colocate`: options, progress, table and plot."""
 
 from typing import Annotated
 
@@ -38,38 +38,39 @@ def colocate(
     prefer: Annotated[
         str,
         typer.Option(
-            help="How strongly the service is preferred, separated by commas. equal: no classes, all packets alike; a "
-            "number: the training is marked as low priority, and has that share of a line while the service wants it "
-            "all.",
+            help="How strongly the service is preferred, separated by commas. equal: one traffic class for all "
+            "packets; a number: the training is marked as low priority and keeps that share of a link while the "
+            "service wants it all.",
             autocompletion=complete_choice("equal,0.3,0.1,0.02"),
         ),
     ] = "equal,0.3,0.1,0.02",
     seconds: Annotated[
-        float, typer.Option(help="Seconds for which requests of each run count; the training goes on until then.")
+        float,
+        typer.Option(help="Seconds of each run in which requests are measured; the training runs for all of them."),
     ] = 10.0,
     yield_to: Annotated[
         YieldTo,
         typer.Option(
-            help="How the training yields where it is marked: classes leaves that to the lines; latency and queues "
-            "also send less by themselves.",
+            help="How a training of low priority yields: classes leaves it to the traffic classes of the links; "
+            "latency and queues also make the training send less.",
         ),
     ] = YieldTo.classes,
     seeds: Annotated[
-        int, typer.Option(help="Times that everything is run, each with weights, batches and arrivals of its own.")
+        int, typer.Option(help="Repetitions of every run, each with its own weights, batches and request arrivals.")
     ] = 1,
     first_seed: FirstSeed = 0,
     requests: Annotated[
         str,
         typer.Option(help="Requests per second of all hosts, separated by commas.", rich_help_panel=_SERVICE),
     ] = "100,200,400",
-    size: Annotated[int, typer.Option(help="Bytes of an answer.", rich_help_panel=_SERVICE)] = 100_000,
+    size: Annotated[int, typer.Option(help="Bytes of a response.", rich_help_panel=_SERVICE)] = 100_000,
     request_timeout: Annotated[
-        str, typer.Option(help="Time after which a request has failed.", rich_help_panel=_SERVICE)
+        str, typer.Option(help="Time after which a request counts as failed.", rich_help_panel=_SERVICE)
     ] = "5s",
     at_latency: Annotated[
         str,
         typer.Option(
-            help="Mean latency at which the requests carried are compared, between --requests that were measured.",
+            help="Mean latency at which the carried requests per second are compared, interpolated between --requests.",
             rich_help_panel=_SERVICE,
         ),
     ] = "20ms",
@@ -83,23 +84,24 @@ def colocate(
     slack: Annotated[
         float,
         typer.Option(
-            help="Deadline of each stage of an exchange, as a multiple of the time that it takes alone.",
+            help="Deadline of each stage of an exchange, as a multiple of its time without the service.",
             rich_help_panel=_TRAINING,
         ),
     ] = 1.5,
     deadline: Annotated[
         str | None,
         typer.Option(
-            help="Deadline itself, as 200ms, in place of --slack.",
-            show_default="--slack times what is measured",
+            help="Deadline of each stage as a time, such as 200ms, in place of --slack.",
+            show_default="--slack times the measured time",
             rich_help_panel=_TRAINING,
         ),
     ] = None,
     allowed_loss: Annotated[
         float | None,
         typer.Option(
-            help="Loss that the training may spend on its pace, as 0.1: it learns its deadlines, in place of --slack.",
-            show_default="what deadlines make of it",
+            help="Fraction of loss that the training accepts to stay fast, such as 0.1; it learns its deadlines from "
+            "that, in place of --slack.",
+            show_default="follows from the deadline",
             rich_help_panel=_TRAINING,
         ),
     ] = None,
@@ -115,11 +117,11 @@ def colocate(
     context: Context = 64,
     lr: Annotated[
         float,
-        typer.Option(help="Learning rate of AdamW, which stays as it is.", rich_help_panel="The model"),
+        typer.Option(help="Constant learning rate of AdamW.", rich_help_panel="The model"),
     ] = 1e-3,
     data: TextData = None,
     rate: Annotated[
-        str, typer.Option(help="Rate of each host's line, both ways: 100mbit, 1gbit.", rich_help_panel=_LAB)
+        str, typer.Option(help="Rate of each host's access link, both ways: 100mbit, 1gbit.", rich_help_panel=_LAB)
     ] = "100mbit",
     queue: Queue = None,
     low_queue: LowQueue = None,
@@ -128,19 +130,19 @@ def colocate(
     plot: Plot = None,
     timeout_s: Timeout = 3600.0,
 ) -> None:
-    """Run a web service beside a training on the same lines, and see what each costs the other.
+    """Run a web service beside a training on the same links, and measure what each costs the other.
 
     Every host of a lab runs nginx, a client that fetches files from all others, and a rank that trains a small
-    language model. The training has a deadline for each exchange and does without what has not arrived by then, so it
-    can have the lowest priority: the service becomes faster, and the training loses packets.
-    The table has one row for each preference and rate. speed-up: mean latency beside the same training of equal
-    priority, over this one. loss: what the training went without. validation: held-out loss over that of the same
-    training alone.
-    Requests arrive as a Poisson process and are sent when they are due (open loop); latency counts from then on, so
-    that a stall shows in all requests that were due meanwhile. late: by how much clients themselves sent too late.
-    Servers and clients get processors before the training does, where this user may ask for that.
-    Each training first runs alone: for the deadline, for its validation loss, and for what it loses without any
-    service, because ranks wait for processors. Runs of different preference take turns. Ctrl-C keeps those that ended.
+    language model. Each exchange of the training has a deadline and goes on without the chunks that are missing
+    by then. So the training can have the lowest priority: the service becomes faster, and the training loses packets.
+    The table has one row for each preference and rate. speed-up: mean latency beside the same training at equal
+    priority, divided by this one. loss: fraction of the training's chunks that did not arrive. validation: held-out
+    loss divided by that of the same training alone.
+    Requests arrive as a Poisson process and are sent when they are due (open loop). Latency counts from the due time,
+    so a stall shows in all requests that were due meanwhile. late: how long after its due time a client sent a request.
+    Servers and clients run at a lower niceness than the training, where this user may set it.
+    Each training first runs alone, to measure the deadline, its validation loss, and its loss without any service,
+    which comes from ranks that wait for processors. Preferences alternate. Ctrl-C keeps the finished runs.
     It needs a lab, nginx (apt-get install nginx-light) and aiohttp (pip install aiohttp).
 
     [bold]Examples[/bold]
@@ -164,7 +166,7 @@ def colocate(
 
         given = {"queue": queue, "low_queue": low_queue, "tcp": tcp}
         with blaming("rate", "low_share"):
-            network = Conditions(rate=rate, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]  # it checks them all
+            network = Conditions(rate=rate, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]  # Conditions checks them all
         settings = ColocateSettings(
             ranks=ranks,
             train=names(train),
@@ -198,7 +200,7 @@ def colocate(
 
                 def keep(run: object) -> None:
                     report.runs.append(run)  # type: ignore[arg-type]  # imported where it is known
-                    save(report.write, json)  # each as soon as it is there: whatever ends the command, they are kept
+                    save(report.write, json)  # after every run, so that an interrupted command keeps its results
 
                 run_colocate(settings, keep, advance, report.conditions.update)
         finally:
@@ -208,7 +210,7 @@ def colocate(
 
 
 def _preferences(text: str) -> tuple[float | None, ...]:
-    """Reads preferences: equal, or shares of a line."""
+    """Parses preferences: equal, or shares of a link."""
     try:
         return tuple(None if name == "equal" else float(name) for name in names(text))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`stormtorch bench`, exchanges: checks what was typed, shows progress and tables; others do the work."""
+"""The commands `stormtorch bench allreduce`, `sweep`, `latency` and `manners`: options, progress and tables."""
 
 from typing import Annotated
 
@@ -50,7 +50,9 @@ def allreduce(
     backends: BackendsAnywhere = None,
     faults: Annotated[
         float,
-        typer.Option(help="On loopback: fraction of storm's datagrams to lose, 0 to 0.9. gloo cannot feel it."),
+        typer.Option(
+            help="On loopback: fraction of storm's datagrams to drop, 0 to 0.9. gloo's packets are not affected."
+        ),
     ] = 0.0,
     seed: Seed = 0,
     dtype: Annotated[Dtype, typer.Option(help="Number format of the tensor.")] = Dtype.float32,
@@ -74,18 +76,22 @@ def allreduce(
     cable: Cable = None,
     patience_s: WaitLimit = 30.0,
     ranks_per_host: Annotated[
-        int, typer.Option(help="In a lab: ranks on each host, of all --ranks. storm-flat does without their hierarchy.")
+        int,
+        typer.Option(
+            help="In a lab: how many of the --ranks run on each host. storm-flat does not use this hierarchy."
+        ),
     ] = 1,
 ) -> None:
-    """Time the all-reduce of large tensors, beside gloo.
+    """Time the all-reduce of large tensors against gloo.
 
-    It runs on loopback, between processes of this machine, as long as no option of a lab is given.
-    With any of them, it runs on virtual hosts of a lab, whose network loses packets of all backends alike.
-    The backends take turns within every round.
+    Without an option of the lab, it runs on loopback, between processes of this machine.
+    With any of them, it runs on virtual hosts of a lab, whose network drops packets of all backends alike.
+    The backends alternate within every round.
     A time is that of the slowest rank; "x gloo" (the first one) and "x ideal" are ratios of medians.
-    Ideal is the rate of the lines; on loopback and by cable, the time that this machine needs to copy as many bytes in
-    and out.
-    Gbit/s is what each rank must send, over the median. CPU s/GB is processor time of all ranks per GB of the tensor.
+    Ideal is the time at the rate of the links; on loopback and by cable, the time that this machine needs to copy as
+    many bytes in and out.
+    Gbit/s is the data that each rank must send, over the median time. CPU s/GB is processor time of all ranks per GB of
+    the tensor.
 
     [bold]Examples[/bold]
 
@@ -145,13 +151,13 @@ def allreduce(
 def sweep(
     ranks: Ranks = 4,
     rates: Annotated[
-        str, typer.Option(help="Rates of each host's line, separated by commas.")
+        str, typer.Option(help="Rates of each host's access link, separated by commas.")
     ] = "100mbit,400mbit,1gbit",
     delays: Annotated[
         str,
-        typer.Option(help="Delays from host to host, one way, separated by commas: a round trip takes twice as long."),
+        typer.Option(help="One-way delays between hosts, separated by commas: a round trip takes twice as long."),
     ] = "0ms,20ms",
-    losses: Annotated[str, typer.Option(help="Fractions of all packets to lose, separated by commas.")] = "0,0.01,0.1",
+    losses: Annotated[str, typer.Option(help="Fractions of all packets to drop, separated by commas.")] = "0,0.01,0.1",
     bursts: Annotated[
         str,
         typer.Option(help="Mean lengths of runs of losses, separated by commas, in packets or in time: 1,20,5ms."),
@@ -159,7 +165,7 @@ def sweep(
     queue: Queue = None,
     mb: Annotated[float | None, typer.Option(help="Size of the tensor in MB, in place of --ideal-s.")] = None,
     ideal_s: Annotated[
-        float, typer.Option(help="Seconds of the ideal that the size of the tensor is chosen for.")
+        float, typer.Option(help="Choose the size of the tensor so that its ideal time is this many seconds.")
     ] = 0.6,
     iters: Iters = 5,
     warmup: Warmup = LAB_WARMUP,
@@ -168,11 +174,11 @@ def sweep(
     patience_s: WaitLimit = 30.0,
     json: Json = None,
     plot: Plot = None,
-    timeout_s: Annotated[float, typer.Option(help="Give up a point after so many seconds.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(help="Abort a point after so many seconds.")] = 600.0,
 ) -> None:
     """Time the all-reduce at every combination of rate, delay, loss and length of bursts, in labs.
 
-    All backends meet the same loss and take turns within every round.
+    All backends see the same loss and alternate within every round.
     A point that fails is recorded with its error; Ctrl-C keeps the points that were measured.
 
     [bold]Examples[/bold]
@@ -210,7 +216,7 @@ def sweep(
             with progress_bar(iters * len(settings.points()), "making a lab") as advance:
                 for point in run_sweep(settings, advance):
                     report.points.append(point)
-                    save(report.write, json)  # each point as soon as it is there: whatever ends a sweep, they are kept
+                    save(report.write, json)  # after every point, so that an interrupted sweep keeps its results
         finally:
             if report.points:
                 Console().print(sweep_table(report))
@@ -229,7 +235,7 @@ def latency(
 ) -> None:
     """Time the all-reduce of small tensors, 1 KB to 1 MB.
 
-    Also an exchange of empty messages, and the CPU use of a connected transport that idles.
+    It also times an exchange of empty messages, and measures the CPU use of an idle connected transport.
 
     [bold]Examples[/bold]
 
@@ -255,28 +261,28 @@ def latency(
 def manners(
     only: Annotated[
         str,
-        typer.Option(
-            help="What to look at, separated by commas.", autocompletion=complete_choice_list(FAIRNESS_CHECKS)
-        ),
+        typer.Option(help="Checks to run, separated by commas.", autocompletion=complete_choice_list(FAIRNESS_CHECKS)),
     ] = FAIRNESS_CHECKS,
-    rate: Annotated[str, typer.Option(help="Rate of each host's line; the engine is not told.")] = "200mbit",
-    queue: Annotated[str, typer.Option(help="Bytes that may wait at each end of a line.")] = "256kb",
-    delay: Annotated[str, typer.Option(help="Delay from host to host, one way.")] = "0ms",
+    rate: Annotated[
+        str, typer.Option(help="Rate of each host's access link; the engine does not know it.")
+    ] = "200mbit",
+    queue: Annotated[str, typer.Option(help="Bytes of the queue at each end of an access link.")] = "256kb",
+    delay: Annotated[str, typer.Option(help="One-way delay between hosts.")] = "0ms",
     ranks: Annotated[int, typer.Option(help="Ranks for all-to-all and incast; step has twice as many: 3 to 16.")] = 4,
     tcp: Annotated[
         str,
         typer.Option(
-            help="Congestion controls of the flow beside it.", autocompletion=complete_choice_list("cubic,bbr,reno")
+            help="Congestion controls of the competing TCP flow.", autocompletion=complete_choice_list("cubic,bbr,reno")
         ),
     ] = "cubic,bbr",
     json: Json = None,
-    timeout_s: Annotated[float, typer.Option(help="Give up one of them after so many seconds.")] = 300.0,
+    timeout_s: Annotated[float, typer.Option(help="Abort a check after so many seconds.")] = 300.0,
 ) -> None:
-    """Look at how the engine behaves on a network that it does not know, with no rate given.
+    """Check how the engine's congestion control behaves on an unknown network, with no rate given.
 
-    Whether it floods queues (all-to-all, incast), leaves a bulk TCP flow its share (tcp),
-    gets out of its way at low priority (low, latency), what low priority costs where nobody else is (alone),
-    how soon it has the line back when others pause (pause), and how fast it follows a change (step).
+    It measures whether the engine floods queues (all-to-all, incast), leaves a bulk TCP flow its share (tcp), and
+    yields to it at low priority (low, latency); what low priority costs on an idle network (alone); how soon the engine
+    regains the link when other flows pause (pause); and how fast it follows a change of the network (step).
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""`stormtorch bench`, trainings: checks what was typed, shows progress and tables; others do the work."""
+"""The commands `stormtorch bench ddp` and `convergence`: options, progress and tables."""
 
 from typing import Annotated
 
@@ -50,17 +50,17 @@ def ddp(
     params_m: Annotated[
         float | None,
         typer.Option(
-            help="Parameters of the model, in millions: 0.01 to 1000, about.",
+            help="Parameters of the model in millions, about: 0.01 to 1000.",
             show_default=f"{PARAMS_M:g}; in a lab {LAB_PARAMS_M:g}",
         ),
     ] = None,
     tokens: Annotated[
         int,
-        typer.Option(help="Tokens that each rank learns from in a step; more of them hide more of the communication."),
+        typer.Option(help="Tokens of each rank per step; more tokens hide more of the communication."),
     ] = 16,
     iters: Iters = 20,
     steps: Annotated[
-        int, typer.Option(help="Steps in a turn of a round, without a barrier between them; times are per step.")
+        int, typer.Option(help="Steps of a backend in each round, without a barrier between them; times are per step.")
     ] = 1,
     warmup: WarmupAnywhere = None,
     backends: BackendsAnywhere = None,
@@ -87,20 +87,22 @@ def ddp(
     patience_s: WaitLimit = 30.0,
     ranks_per_host: Annotated[
         int,
-        typer.Option(help="In a lab: ranks on each host, of all --ranks. storm-drift-flat does without hierarchy."),
+        typer.Option(
+            help="In a lab: how many of the --ranks run on each host. storm-drift-flat does not use this hierarchy."
+        ),
     ] = 1,
 ) -> None:
-    """Time a training step under DistributedDataParallel and under prepare(), beside gloo.
+    """Time a training step under DistributedDataParallel and under prepare(), against gloo.
 
     The model is a small transformer with few tokens, so that a step is mostly communication.
     Each backend has a copy of it.
     storm is exact; storm-lossy is storm with the hook of LossyGradients; no_sync is a step without communication.
     storm-drift is prepared for BoundedDrift: gradients and parameters may be lost, and replicas differ a little.
-    storm-alone is the same without standbys, which shows what those cost.
-    In a lab, storm-drift-rate is storm-drift with shares by what lines carry, which differ by --per-link.
-    It runs on loopback as long as no option of a lab is given; with any of them, on virtual hosts of a lab.
-    The backends take turns within every round; a time is that of the slowest rank.
-    The first step checks gradients against the mean, and the warm-up that they are the same on every rank.
+    storm-alone is storm-drift without standbys; the difference is what standbys cost.
+    In a lab, storm-drift-rate is storm-drift with shards in proportion to the rates of the links (see --per-link).
+    Without an option of the lab, it runs on loopback; with any of them, on virtual hosts of a lab.
+    The backends alternate within every round; a time is that of the slowest rank.
+    The first step checks the gradients against their mean; the warm-up checks that they are equal on all ranks.
 
     [bold]Examples[/bold]
 
@@ -157,21 +159,24 @@ def convergence(
     ] = 256,
     batch: Batch = 4,
     context: Context = 64,
-    lr: Annotated[float, typer.Option(help="Learning rate of AdamW, which stays as it is.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Constant learning rate of AdamW.")] = 1e-3,
     backends: Learners = None,
     wire: Wires = "float32,bfloat16",
-    every: Annotated[int, typer.Option(help="Steps between two exchanges of models, where a policy has such.")] = 30,
+    every: Annotated[
+        int, typer.Option(help="Steps between two exchanges of models, for policies that exchange models.")
+    ] = 30,
     more: Set = None,
     target: Annotated[
         float | None,
         typer.Option(
-            help="Loss whose time is compared, in nats per byte.", show_default="the least that all have come to"
+            help="Target loss in nats per byte; the times to reach it are compared.",
+            show_default="the lowest that all reached",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights, batches and loss.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of weights, batches and packet loss.")] = 0,
     json: Json = None,
     plot: Plot = None,
-    timeout_s: Annotated[float, typer.Option(help="Give up a backend after so many seconds in all.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(help="Abort a backend after so many seconds in all.")] = 600.0,
     rate: Rate = None,
     loss: LabLoss = None,
     burst: LabBurst = None,
@@ -180,14 +185,14 @@ def convergence(
     queue: Queue = None,
     tcp: Tcp = None,
     patience_s: Annotated[
-        float, typer.Option(help="Give up a backend over TCP when no evaluation has come for so many seconds.")
+        float, typer.Option(help="Abort a backend over TCP that reports no evaluation for so many seconds.")
     ] = 60.0,
 ) -> None:
-    """Train a small language model and see who comes to the same validation loss first.
+    """Train a small language model and measure which backend reaches the same validation loss first.
 
-    A LLaMA reads the bytes of Python's standard library, with AdamW; one backend after the other, from the same
-    weights and with the same batches. The result is validation loss against the seconds of training.
-    It runs on loopback as long as no option of a lab is given; with any of them, on virtual hosts of a lab.
+    A LLaMA learns the bytes of Python's standard library with AdamW. One backend trains after the other, from the same
+    weights and with the same batches. The result is the validation loss over the seconds of training.
+    Without an option of the lab, it runs on loopback; with any of them, on virtual hosts of a lab.
     Ctrl-C keeps the backends that were measured.
 
     [bold]Examples[/bold]
@@ -236,7 +241,7 @@ def convergence(
             with progress_bar(total, f"starting {ranks} processes", unit="s") as advance:
                 for curve in run_convergence(settings, advance):
                     report.curves.append(curve)
-                    save(report.write, json)  # each as soon as it is there: whatever ends the command, they are kept
+                    save(report.write, json)  # after every backend, so that an interrupted command keeps its results
         finally:
             if report.curves:
                 Console().print(convergence_table(report))

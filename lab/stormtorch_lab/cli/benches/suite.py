@@ -1,4 +1,4 @@
-"""`stormtorch bench all`: one command after the other, each in a process of its own; says how long it will take."""
+"""The command `stormtorch bench all`: runs the other benchmarks, each in its own process, and estimates the time."""
 
 import shlex
 import subprocess
@@ -24,15 +24,15 @@ def all_parts(
             autocompletion=complete_choice_list(SUITE),
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for a JSON file of each measurement.", file_okay=False)] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for one JSON file per measurement.", file_okay=False)] = Path(
         "build/bench"
     ),
 ) -> None:
-    """Measure everything beside gloo, and write a JSON file for each measurement.
+    """Measure everything against gloo, and write one JSON file per measurement.
 
     Parts: all-reduce and latency of 2 and 4 ranks, training steps, two hosts joined by a cable, a lab of 1 Gbit/s, the
-    hierarchy in a lab, and MPI where it is installed. A part that this machine cannot measure is left out, with the
-    reason; one that fails or takes far too long does not stop the others, and the exit status is 1.
+    hierarchy in a lab, and MPI where it is installed. A part that this machine cannot measure is skipped, with the
+    reason. A part that fails or times out does not stop the others; the exit status is then 1.
 
     [bold]Examples[/bold]
 
@@ -48,7 +48,7 @@ def all_parts(
         left_out = [each for each in measurements if _reason(each.part, each.lab, reasons)]
         for part in dict.fromkeys(each.part for each in left_out):
             lab = any(each.lab for each in left_out if each.part == part)
-            console.print(f"{part} is left out: {_reason(part, lab, reasons)}", markup=False, soft_wrap=True)
+            console.print(f"{part} is skipped: {_reason(part, lab, reasons)}", markup=False, soft_wrap=True)
         measurements = [each for each in measurements if each not in left_out]
         out.mkdir(parents=True, exist_ok=True)
         left_s = sum(each.about_s for each in measurements)
@@ -66,7 +66,7 @@ def all_parts(
 
 
 def _reasons() -> dict[str, str]:
-    """Reasons why this machine has no lab, or no MPI; empty where it has."""
+    """Reasons why this machine has no lab or no MPI, by name; a missing key means that it has."""
     from stormtorch.checks import BadSetting
     from stormtorch_lab.jobs.mpi import check_mpi
     from stormtorch_lab.netns.access import LabUnavailable
@@ -93,13 +93,13 @@ def _minutes(seconds: float) -> str:
 
 
 def _measured(words: list[str], at_most_s: float) -> bool:
-    """Runs one command; returns whether it succeeded. However this ends, also by Ctrl-C, it has ended."""
+    """Runs one command and returns whether it succeeded. Ctrl-C also ends the command."""
     process = subprocess.Popen([sys.executable, "-m", "stormtorch.cli", "bench", *words])
     deadline = time.monotonic() + at_most_s
     try:
         return process.wait(deadline - time.monotonic()) == 0
     except subprocess.TimeoutExpired:
-        typer.echo(f"given up after {at_most_s:g} s", err=True)
+        typer.echo(f"timed out after {at_most_s:g} s", err=True)
         return False
     finally:
         if process.poll() is None:

@@ -1,4 +1,4 @@
-"""`stormtorch bench colocate-virtual`: a training beside a service in virtual time, at the scale that was published."""
+"""`stormtorch bench colocate-virtual`: a training beside a service in virtual time, at the published scale."""
 
 from typing import Annotated
 
@@ -18,7 +18,7 @@ def colocate_virtual(
         str,
         typer.Option(
             help="paper: 16 hosts at 1 Gbit/s, 2.4 Gbit/s of training in all; lab: 8 hosts at 100 Mbit/s, as "
-            "`bench colocate` has them.",
+            "in `bench colocate`.",
             autocompletion=complete_choice("paper,lab"),
         ),
     ] = "paper",
@@ -26,29 +26,34 @@ def colocate_virtual(
         str, typer.Option(help="Requests per second of all hosts, separated by commas. [default: by scale]")
     ] = "",
     shares: Annotated[
-        str, typer.Option(help="Shares of a line that the training keeps while the service wants it all; 0 is none.")
+        str,
+        typer.Option(help="Shares of a link that the training keeps while the service could use all of it; 0 is none."),
     ] = "0.5,0.05,0",
     slacks: Annotated[
-        str, typer.Option(help="Deadlines of a stage of an exchange, in multiples of the time that it takes alone.")
+        str, typer.Option(help="Deadlines of each stage of an exchange, as multiples of its time without the service.")
     ] = "2,3,6",
     sending: Annotated[
-        str, typer.Option(help="Rate of the training: auto bursts at the line's rate; 300mbit spreads an exchange.")
+        str,
+        typer.Option(
+            help="Rate of the training: auto bursts at the rate of the link; 300mbit spreads an exchange over time."
+        ),
     ] = "auto",
-    seconds: Annotated[float, typer.Option(help="Seconds of virtual time that are measured in each run.")] = 1.2,
-    seeds: Annotated[int, typer.Option(help="Runs of each case, with arrivals of their own.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Measured seconds of virtual time in each run.")] = 1.2,
+    seeds: Annotated[int, typer.Option(help="Runs of each case, each with its own request arrivals.")] = 1,
     at_mean: Annotated[
-        bool, typer.Option(help="Look for the requests carried at a mean of 2, 5 and 10 ms, too.")
+        bool,
+        typer.Option(help="Also find the requests per second that are carried at a mean latency of 2, 5 and 10 ms."),
     ] = True,
-    processes: Annotated[int, typer.Option(help="Processes that make runs at the same time.")] = 2,
+    processes: Annotated[int, typer.Option(help="Number of runs in parallel, one process each.")] = 2,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Run a training beside a service in virtual time: what does a loss of the training buy the service?
+    """Run a training beside a service in virtual time: what does packet loss of the training buy the service?
 
-    The training's packets come from the engine's own core; lines, switch and the TCP of the service are models
-    (two classes as Linux's htb shares them; slow start, CUBIC, fast retransmit). It needs no lab, and
-    the same seed gives the same result. The table has, for each rate of requests and each loss
-    that is allowed, the preference and the deadline that gain the service most.
+    The training's packets come from the engine's own core. Links, switch and the TCP of the service are models (two
+    traffic classes as in Linux's htb; slow start, CUBIC, fast retransmit). It needs no lab, and the same seed gives the
+    same result. For each rate of requests and each allowed loss, the table has the preference and the deadline that
+    speed up the service most.
 
     [bold]Examples[/bold]
 

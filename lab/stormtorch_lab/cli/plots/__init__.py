@@ -1,1 +1,1 @@
-"""Results as pictures."""
+"""Plots of results, with matplotlib."""

@@ -1,4 +1,4 @@
-"""Pictures of benchmarks beside gloo: every round is a dot, every median a line."""
+"""Plots of benchmarks against gloo: a dot for every round, a line for every median."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ COLOURS = {
     "gloo-bbr": "#1c7ed6",
     "gloo-cubic": "#5f3dc4",
 }
-"""Colours of the backends, in all pictures."""
+"""Colours of the backends, in all plots."""
 
 
 def plot_allreduce(report: "AllReduceReport", path: Path) -> None:
@@ -59,7 +59,7 @@ class _Panel:
     title: str
     results: "Sequence[BackendResult]"
     floors_s: dict[str, float]
-    """Times that nobody can be expected to stay below, by name."""
+    """Lower bounds of the time, by name."""
 
 
 def _draw(panels: list[_Panel], conditions: dict[str, Any], title: str, path: Path) -> None:

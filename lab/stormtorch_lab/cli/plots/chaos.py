@@ -1,4 +1,4 @@
-"""Picture of a run of chaos: the steps, and a lane for each host with its steps and what struck it."""
+"""Plot of a chaos run: steps over time, and a row for each host with its steps and faults."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ COLOURS = {
 }
 # Kinds that strike the network of all hosts.
 _EVERYWHERE = ("outage", "storm")
-# A host that makes no step for longer than this is drawn as one that stands still.
+# A host without a step for longer than this is drawn as stalled.
 _STANDS_S = 1.0
 
 

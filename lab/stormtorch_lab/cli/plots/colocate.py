@@ -1,4 +1,4 @@
-"""A picture of a web service beside a training: what loss of the training buys the service, and latency by rate."""
+"""Plot of a web service beside a training: speed-up of the service by loss of the training, and latency by rate."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ def plot_colocate(report: "ColocateReport", path: Path) -> None:
     left, middle, right = figure.subplots(1, 3)
     _speedups(left, rows, {id(row): 100 * row.loss for row in rows if row.loss is not None})
     left.set_xlabel("loss of the training, %")
-    left.set_title("what loss buys; numbers are shares of a line", fontsize=9, loc="left")
+    left.set_title("what loss buys; numbers are shares of a link", fontsize=9, loc="left")
     longer = {id(row): row.step_s / alone_s[row.train] for row in rows if row.step_s and row.train in alone_s}
     _speedups(middle, rows, longer)
     middle.set_xlabel("time of a step, over that of the training alone")
@@ -44,14 +44,14 @@ def plot_colocate(report: "ColocateReport", path: Path) -> None:
     for axis in (left, middle, right):
         axis.spines[["top", "right"]].set_visible(False)
     where = f"{settings['ranks']} hosts at {rate_text(settings['network']['rate_bits_per_s'])}"
-    answer = f"answers of {settings['size'] / 1e3:g} KB, from everyone to everyone"
+    answer = f"answers of {settings['size'] / 1e3:g} KB, from every host to every host"
     figure.suptitle(f"{headline(rows)}\n{where}; {answer}", fontsize=10.5)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
 def headline(rows: "list[CaseSummary]") -> str:
-    """Says what the picture shows: the largest speed-up beside a training that loses, and that loss."""
+    """Title of the plot: the largest speed-up beside a training with loss, and that loss."""
     known = [row for row in rows if row.speedup and row.loss is not None and row.low_share is not None]
     best = max((row for row in known if row.train != "ddp-low"), key=lambda row: row.speedup or 0.0, default=None)
     if best is None or best.speedup is None or best.loss is None:
@@ -63,7 +63,7 @@ def headline(rows: "list[CaseSummary]") -> str:
 
 
 def _speedups(axis: "Axes", rows: "list[CaseSummary]", price: dict[int, float]) -> None:
-    """Speed-up against its price, by identity of a row: a line for each training and rate, along the preferences."""
+    """Plots the speed-up over its cost: a line for each training and rate, along the preferences."""
     curves: dict[tuple[str, float], list[CaseSummary]] = {}
     for row in rows:
         if row.speedup is not None and id(row) in price:
@@ -96,7 +96,7 @@ def _speedups(axis: "Axes", rows: "list[CaseSummary]", price: dict[int, float]) 
 
 
 def _latencies(axis: "Axes", rows: "list[CaseSummary]", at_s: float) -> None:
-    """Mean latency against the rate of requests: a line for each training and preference."""
+    """Plots mean latency over the rate of requests: a line for each training and preference."""
     curves: dict[tuple[str, str], list[CaseSummary]] = {}
     for row in rows:
         if row.mean_s is not None:

@@ -1,4 +1,4 @@
-"""A picture of convergence: validation loss against the seconds of training."""
+"""Plot of convergence: validation loss over the seconds of training."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from stormtorch_lab.bench.convergence import ConvergenceReport, Curve
 
 
-# Colours of policies, in the order in which they come.
+# Colours of policies, in order of first use.
 _FURTHER = ("#2b8a3e", "#e67700", "#0c8599", "#9c36b5", "#a61e4d", "#5c940d")
 
 
@@ -33,7 +33,7 @@ def plot_convergence(report: "ConvergenceReport", path: Path) -> None:
     axis.set_ylabel("validation loss, nats per byte")
     axis.set_xlim(left=0)
     bottom, top = axis.get_ylim()
-    axis.set_ylim(bottom, top)  # from here on it stays
+    axis.set_ylim(bottom, top)  # fixed before the labels are placed
     if report.target is not None:
         axis.axhline(report.target, color="black", linestyle=":", linewidth=1, label="_")
     crowded, before_s = 0, -1e9
@@ -41,7 +41,7 @@ def plot_convergence(report: "ConvergenceReport", path: Path) -> None:
         assert report.target is not None
         colour = _colour(report, backend)
         axis.plot([reached_s] * 2, [bottom, report.target], color=colour, linestyle=":", linewidth=1, label="_")
-        # Times that lie close together stand above each other.
+        # Times close together are written above each other.
         crowded = crowded + 1 if reached_s - before_s < 0.09 * axis.get_xlim()[1] else 0
         before_s = reached_s
         axis.annotate(
@@ -62,30 +62,30 @@ def plot_convergence(report: "ConvergenceReport", path: Path) -> None:
 
 
 def _colour(report: "ConvergenceReport", backend: str) -> str:
-    """Colour of a backend; policies, of which there are many, take the next one."""
+    """Colour of a backend; a policy without its own colour takes the next one."""
     policies = [curve.backend for curve in report.curves if curve.backend not in COLOURS]
     return COLOURS.get(backend) or _FURTHER[policies.index(backend) % len(_FURTHER)]
 
 
 def headline(report: "ConvergenceReport") -> str:
-    """Says what the picture shows: who comes to the same loss first, and who last."""
+    """Title of the plot: which backend reaches the target loss first, and which last."""
     reached = _reached(report)
     if not reached:
         given_up = all(curve.gave_up for curve in report.curves) or report.target is None
-        return "every backend was given up" if given_up else f"nobody comes to a loss of {report.target:.2f}"
+        return "every backend was aborted" if given_up else f"no backend reaches a loss of {report.target:.2f}"
     (first_s, first), (last_s, last) = reached[0], reached[-1]
-    said = f"{first} comes to a loss of {report.target:.2f} in {_seconds(first_s)}"
+    said = f"{first} reaches a loss of {report.target:.2f} in {_seconds(first_s)}"
     return said if first == last else f"{said}, {last} in {_seconds(last_s)}"
 
 
 def _reached(report: "ConvergenceReport") -> list[tuple[float, str]]:
-    """Seconds until each backend came to the target, and its name; the soonest first."""
+    """Seconds until each backend reached the target, and its name; the soonest first."""
     times = [(report.reached_s(curve), curve.backend) for curve in report.curves]
     return sorted((each_s, backend) for each_s, backend in times if each_s is not None)
 
 
 def _waited_until_s(report: "ConvergenceReport", curve: "Curve") -> float:
-    """Where the line of a backend that was given up ends: with its patience, or with the others' last evaluation."""
+    """Label and end of the line of an aborted backend: at its wait limit, or at the others' last evaluation."""
     until_s = curve.clock_s[-1] + report.conditions["patience_s"]
     others_s = max((each.clock_s[-1] for each in report.curves), default=0.0)
     return float(min(until_s, others_s) if others_s > curve.clock_s[-1] else until_s)
@@ -95,7 +95,7 @@ def _given_up(report: "ConvergenceReport", curve: "Curve") -> str:
     patience_s = report.conditions["patience_s"]
     if curve.steps[-1] == 0:
         return f"{curve.backend}: no step\nin {patience_s:g} s"
-    return f"{curve.backend}: given up\nafter {patience_s:g} s more"
+    return f"{curve.backend}: aborted\nafter {patience_s:g} s more"
 
 
 def _seconds(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Names at the ends of lines, instead of a legend: they make room for each other, and never hide a line."""
+"""Labels at the ends of lines, instead of a legend, spaced so that they never overlap."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Height of a line of a name, and least space between two names, as fractions of the axis.
+# Height of a line of text, and least space between two labels, as fractions of the axis.
 _LINE, _SPACE = 0.055, 0.02
 
 
 def label_ends(axis: "Axes", *, fontsize: float = 8.5) -> None:
-    """Writes each line's label at its right end, in its colour; call it once the limits of the axis are final."""
+    """Writes each line's label at its right end, in its colour; the limits of the axis must be final."""
     right = axis.get_xlim()[1]
     ends: list[tuple[float, Any]] = []
     for line in axis.get_lines():

@@ -1,4 +1,4 @@
-"""Pictures of the charts of a report."""
+"""PNG files of the charts of a report."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ _COLOURS = {
 
 
 def plot_page(page: Page, folder: Path) -> None:
-    """Draws every chart of a page into a PNG file of its own; tables are left to CSV."""
+    """Draws every chart of a page into a PNG file of its own; tables are written as CSV only."""
     from stormtorch.cli.plots import check_plot
 
     check_plot(folder / "picture.png")
@@ -62,7 +62,7 @@ def _draw_lines(axis: "Axes", chart: LineChart) -> None:
         ((each.y[-1], each) for each in chart.series if each.y and each.y[-1] is not None), key=lambda end: end[0] or 0
     )
     for number, (_, each) in enumerate(reversed(ends)):
-        # In a column at the right, in the order of their ends: names never hide each other.
+        # Labels in a column at the right, in the order of the lines' ends, so that they never overlap.
         axis.annotate(
             each.name,
             (1.01, 0.98 - 0.08 * number),

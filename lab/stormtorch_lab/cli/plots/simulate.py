@@ -1,4 +1,4 @@
-"""Pictures of simulations: how the loss falls, what it is above lossless, and how far replicas are apart."""
+"""Plots of simulations: validation loss, its difference to lossless, and drift of the replicas."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def plot_simulation(report: SimReport, path: Path) -> None:
     draw_validation(report.results, colours, by_step, against)
     apart = False
     for result in report.results:
-        # Zero has no place on a logarithmic axis.
+        # A logarithmic axis cannot show zero.
         points = [(step, pair) for step, pair, _, _ in result.drift_curve if pair]
         if points:
             drift.plot(*zip(*points, strict=True), color=colours[result.policy], linewidth=1)

@@ -1,4 +1,4 @@
-"""A picture of a sweep: time over loss, one panel per rate and round trip."""
+"""Plot of a sweep: time over loss, one panel per rate and round trip."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ def plot_sweep(report: "SweepReport", path: Path) -> None:
 
     rates = sorted({point.requested["rate_bits_per_s"] for point in report.points})
     trips = sorted({point.requested["round_trip_s"] for point in report.points})
-    width = max(2.9, 0.55 * len(report.points) / (len(rates) * len(trips)))  # room for the marks of all points
+    width = max(2.9, 0.55 * len(report.points) / (len(rates) * len(trips)))  # space for the marks of all points
     figure = Figure(figsize=(1.4 + width * len(rates), 1.3 + 2.5 * len(trips)), layout="constrained")
     panels = figure.subplots(len(trips), len(rates), squeeze=False, sharey=True)
     backends: list[str] = report.conditions["backends"]
@@ -62,13 +62,13 @@ def _mark(point: "SweepPoint") -> str:
 def _draw(panel: Any, points: "list[SweepPoint]", backends: list[str]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-    # Evenly spaced: a logarithmic axis has no place for the network that loses nothing.
-    points = sorted(points, key=lambda point: loss_of(point.requested))  # bursts keep their order
+    # Evenly spaced: a logarithmic axis cannot show a network without loss.
+    points = sorted(points, key=lambda point: loss_of(point.requested))  # a stable sort: bursts keep their order
     panel.set_yscale("log")
     panel.axhline(1, color="black", linestyle=":", linewidth=1)
     for index, name in enumerate(backends):
         found = [(at, result) for at, point in enumerate(points) for result in point.results if result.backend == name]
-        # A little aside, so that lines of several backends can be told apart.
+        # Shifted a little, so that lines of several backends do not overlap.
         across = [at + 0.06 * (index - (len(backends) - 1) / 2) for at, _ in found]
         colour = COLOURS[name]
         ratios = [result.over_ideal for _, result in found]

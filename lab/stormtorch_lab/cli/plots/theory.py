@@ -1,4 +1,4 @@
-"""A picture of what mathematics expects of loss: six panels, the asked loss and number of ranks marked in each."""
+"""Plot of what theory predicts for a loss: six panels, each with the requested loss and number of ranks marked."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,12 +33,12 @@ def plot_prediction(found: Prediction, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#e9ecef", linewidth=0.7)
         axis.set_axisbelow(True)
-        if axis.patches:  # bars have no ends to name
-            axis.legend(fontsize=9, framealpha=1.0, edgecolor="none")  # opaque: the marks run behind it
+        if axis.patches:  # bars have no ends to label
+            axis.legend(fontsize=9, framealpha=1.0, edgecolor="none")  # opaque: the marks lie behind it
         else:
             label_ends(axis)
     bound = "" if found.max_lag is None else f", no copy older than {found.max_lag} steps"
-    figure.suptitle(f"What theory expects of {found.n} ranks at {100 * found.p:g} % loss{bound}", fontsize=13)
+    figure.suptitle(f"What theory predicts for {found.n} ranks at {100 * found.p:g} % loss{bound}", fontsize=13)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
@@ -49,7 +49,7 @@ def _losses(found: Prediction) -> list[float]:
 
 
 def _over_loss(axis: "Axes", found: Prediction, marks: list[tuple[float, str]]) -> None:
-    """The axis of losses in percent, and what was asked for as points on the curves."""
+    """Sets the axis of losses in percent, and marks the requested loss on the curves."""
     axis.axvline(100 * found.p, color=_MARK, linewidth=1.0, zorder=1)
     for value, colour in marks:
         axis.plot([100 * found.p], [value], "o", color=colour, markersize=5)

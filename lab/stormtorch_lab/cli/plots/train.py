@@ -1,4 +1,4 @@
-"""Pictures of trainings: how the loss falls by steps and by seconds, a colour for each policy."""
+"""Plots of trainings: validation loss over steps and over seconds, a colour for each policy."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ COLOURS = {
     "model-averaging": "#1c7ed6",
     "gradient-averaging": "#5f3dc4",
 }
-"""Colours of the policies, in all pictures."""
+"""Colours of the policies, in all plots."""
 # Colours of policies in files, in the order in which they were named.
 _FURTHER = ("#2b8a3e", "#c2255c", "#0b7285", "#846358", "#fab005")
 
 
 def colours_of(labels: Sequence[str]) -> dict[str, str]:
-    """Chooses a colour for each policy: presets have one of their own."""
+    """Chooses a colour for each policy: presets have fixed ones."""
     others = (label for label in labels if label not in COLOURS)
     return COLOURS | dict(zip(others, itertools.cycle(_FURTHER), strict=False))
 
 
 def plot_training(report: TrainReport, path: Path) -> None:
-    """Draws validation curves and what they differ by into `path`; its ending is the format. Seeds become a band."""
+    """Draws validation curves and their differences into `path`; its ending is the format. Seeds become a band."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 4.4), layout="constrained")
@@ -54,7 +54,7 @@ def plot_training(report: TrainReport, path: Path) -> None:
 
 
 def draw_validation(results: Sequence[TrainResult], colours: dict[str, str], by_step: Any, against: Any) -> None:
-    """Draws validation loss into one panel, and how much it is above lossless of the same seed into another."""
+    """Draws validation loss into one panel, and its difference to lossless of the same seed into another."""
     lossless = {result.seed: result for result in results if result.policy == "lossless"}
     for policy in dict.fromkeys(result.policy for result in results):
         own = [result for result in results if result.policy == policy]
@@ -82,7 +82,7 @@ def draw_validation(results: Sequence[TrainResult], colours: dict[str, str], by_
 
 
 def _draw_band(axis: Any, x: Sequence[float], curves: Sequence[Sequence[float]], colour: str, label: str) -> None:
-    """Draws the mean of some seeds as a line, and a band from the lowest to the highest of them."""
+    """Draws the mean over seeds as a line, and their range as a band."""
     columns = list(zip(*curves, strict=False))
     x = x[: len(columns)]
     axis.plot(x, [mean(column) for column in columns], color=colour, marker=".", linewidth=1.2, label=label)
@@ -94,5 +94,5 @@ def _draw_band(axis: Any, x: Sequence[float], curves: Sequence[Sequence[float]],
 def _difference(
     curve: list[tuple[int, float, float]], other: list[tuple[int, float, float]]
 ) -> list[tuple[int, float]]:
-    """Differences between policies, which the curves themselves are too steep to show."""
+    """Differences between policies, which the steep curves themselves do not show."""
     return [(step, loss - base) for (step, _, loss), (_, _, base) in zip(curve, other, strict=True)]

@@ -1,4 +1,4 @@
-"""A picture of a service beside a training in virtual time, with what was published about it."""
+"""Plot of a service beside a training in virtual time, with the published values."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _COLOURS = ("#1971c2", "#d9480f", "#c2255c", "#2f9e44")
 PUBLISHED = (0.10, 1.2)
-"""Loss that was allowed, and the speed-up of the service that it was published to exceed."""
+"""Published result: the allowed loss, and the speed-up of the service that it exceeds."""
 
 
 def plot_virtual(study: "Seeds", targets_s: Sequence[float], path: Path) -> None:

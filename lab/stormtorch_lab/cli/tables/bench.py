@@ -1,4 +1,4 @@
-"""Tables of benchmarks of single exchanges: all-reduce beside gloo, sweeps, latency, manners."""
+"""Tables of benchmarks of single exchanges: all-reduce against gloo, sweeps, latency, manners."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,8 @@ def allreduce_table(report: AllReduceReport) -> Table:
     table = new_table(title, _caption(conditions), keys=2)
     table.add_column("size", justify="right")
     table.add_column("backend", no_wrap=True)
-    # Of the few rounds that a slow network allows, the 99th percentile is the worst one. A cable has no rate to compare
-    # with: its rate is the result.
+    # A slow network allows few rounds, whose 99th percentile is the worst one. A cable has no rate to compare with: its
+    # rate is the result.
     by_cable = in_lab and "cable_mtu" in conditions["requested"]
     further = "Gbit/s" if by_cable else "rounds" if in_lab else "p99"
     for heading in ("median", further, "worst", "x\ngloo", "x\nideal", "arrived", "CPU\ns/GB"):
@@ -87,7 +87,7 @@ def _loopback_caption(conditions: dict[str, Any]) -> str:
     text += oversubscription_text(conditions["ranks"], conditions["machine"]["cores_usable"])
     if conditions["faults_requested"]:
         text += (
-            f" Injected loss: {loss_text(conditions['faults_requested'])} asked, "
+            f" Injected loss: {loss_text(conditions['faults_requested'])} requested, "
             f"{loss_text(conditions['loss_measured'])} measured, for the storm backends only. "
             "gloo ran without loss: it cannot be injected below TCP without root."
         )
@@ -97,7 +97,7 @@ def _loopback_caption(conditions: dict[str, Any]) -> str:
 def _lab_caption(conditions: dict[str, Any]) -> str:
     text = f"{loss_sentence(conditions['requested'], conditions['measured'])} {round_text(conditions)}; {_RATIOS}"
     if conditions["requested"]["rate_bits_per_s"] is not None:
-        text += "Ideal: what each host must send, at the rate of its line. "
+        text += "Ideal: the time to send each host's data at the rate of its link. "
     return text + _CPU + troubles_text(conditions)
 
 
@@ -105,13 +105,13 @@ def sweep_table(report: "SweepReport") -> Table:
     """One row per condition, one column per backend."""
     conditions = report.conditions
     caption = (
-        f"x ideal: median time of all-reduce over the ideal, which is what each of {conditions['ranks']} ranks must "
-        "send at the rate of its line (1 is perfect). "
-        f"Interleaved rounds, {conditions['iters']} asked for: where patience ended with fewer, their number stands in "
-        f"brackets; > where a call did not end within {conditions['patience_s']:g} s."
+        f"x ideal: median time of all-reduce over the ideal, the time to send the data of each of "
+        f"{conditions['ranks']} ranks at the rate of its link (1 is perfect). "
+        f"Interleaved rounds, {conditions['iters']} requested; where the wait limit ended them early, their number is "
+        f"in brackets; > where a call did not end within {conditions['patience_s']:g} s."
     )
     if any(much_withheld(point.processors_withheld) for point in report.points):
-        caption += " *: others withheld over 5 % of the processor time that this machine asked for: times say little."
+        caption += " *: the hypervisor withheld over 5 % of the processor time: times are unreliable."
     table = new_table("all-reduce under real loss, x ideal", caption, keys=3)
     for heading in ("rate", "round\ntrip", "loss\nasked", "\nseen", "bursts", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -154,11 +154,11 @@ def latency_table(report: "LatencyReport") -> Table:
     idle = ", ".join(f"{kind} {percent:.3f}" for kind, percent in report.idle_cpu_percent.items())
     table = new_table(
         f"latency of all-reduce over {conditions['ranks']} ranks, loopback",
-        f"{conditions['iters']} interleaved rounds per size; times are the slowest rank's, from leaving a barrier; CPU "
-        "is processor time of all ranks, per call and per GB of the tensor."
+        f"{conditions['iters']} interleaved rounds per size; times are the slowest rank's, from the end of a barrier; "
+        "CPU is processor time of all ranks, per call and per GB of the tensor."
         + oversubscription_text(conditions["ranks"], conditions["machine"]["cores_usable"])
         + f" An empty exchange between two ranks, back to back, median: {empty}."
-        + f" CPU of a process that is connected and idle, in percent of a core: {idle}.",
+        + f" CPU of a connected idle process, in percent of a core: {idle}.",
         keys=2,
     )
     table.add_column("size", justify="right")
@@ -183,8 +183,8 @@ def latency_table(report: "LatencyReport") -> Table:
 
 
 def fairness_table(report: "FairnessReport") -> Table:
-    """One row per finding."""
-    table = new_table("on a network that it does not know, with no rate given")
+    """One row per result."""
+    table = new_table("congestion control on an unknown network, with no rate given")
     for heading in ("", "figure", "bound", ""):
         table.add_column(heading, justify="left" if not heading else "right")
     for finding in report.findings:

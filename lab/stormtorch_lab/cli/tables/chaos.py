@@ -15,9 +15,9 @@ from stormtorch.telemetry.text import condition_text, loss_text, time_text
 if TYPE_CHECKING:
     from stormtorch_lab.studies.chaos.report import ChaosReport
 
-# Rows of the timeline: more than fit on a screen or two help nobody.
+# Most rows of the timeline: about two screens.
 _MOST_ROWS = 40
-# Problems of one invariant that are printed; the JSON has more.
+# Most violations printed per invariant; the JSON has more.
 _MOST_SHOWN = 5
 
 
@@ -25,9 +25,9 @@ def show_chaos(report: "ChaosReport", console: Console, *, kept: Path | None) ->
     """Prints the tables and the verdict.
 
     Args:
-        report: What to show.
-        console: Where to.
-        kept: Folder in which the logs were kept, if they were.
+        report: Results of the run.
+        console: Console to print to.
+        kept: Folder of the logs, if they were kept.
     """
     console.print(timeline_table(report))
     console.print(recovery_table(report))
@@ -49,8 +49,8 @@ def recovery_table(report: "ChaosReport") -> Table:
         f"{condition_text(conditions['requested'])}, seed {report.settings.seed}"
     )
     caption = (
-        "Pause: longest time without a step on any host; after an outage, from its end on. Return: from the end of the "
-        f"fault until the struck hosts made steps again. Packets lost, storms included: "
+        "Pause: longest time without a step on any host; after an outage, counted from its end. Return: from the end "
+        f"of the fault until the affected hosts made steps again. Packets lost, storms included: "
         f"{loss_text(conditions['measured']['loss'])} measured."
     )
     table = new_table(title, caption)
@@ -70,7 +70,7 @@ def recovery_table(report: "ChaosReport") -> Table:
 
 
 def timeline_table(report: "ChaosReport") -> Table:
-    """One row per fault in the order of time; of very many, those with the longest pauses."""
+    """One row per fault in order of time; if there are too many, those with the longest pauses."""
     rows = report.recoveries
     title = "timeline"
     if len(rows) > _MOST_ROWS:
@@ -98,13 +98,13 @@ def invariant_table(report: "ChaosReport") -> Table:
     """One row per invariant."""
     views = "1 view" if report.views == 1 else f"{report.views} views"
     caption = (
-        f"{report.steps} steps in {views}; exact parameters compared at {report.compared} steps, refused with an "
-        f"error {report.refused} times."
+        f"{report.steps} steps in {views}; exact parameters compared at {report.compared} steps, {report.refused} "
+        f"reads refused with an error."
     )
     if report.val_loss is not None:
         caption += f" Validation loss {report.val_loss:.4f}"
-        caption += f", undisturbed {report.undisturbed:.4f}." if report.undisturbed is not None else "."
-    table = new_table("what must hold whatever fails", caption)
+        caption += f", without faults {report.undisturbed:.4f}." if report.undisturbed is not None else "."
+    table = new_table("invariants under faults", caption)
     table.add_column("invariant")
     table.add_column("holds", no_wrap=True)
     for check in report.checks:

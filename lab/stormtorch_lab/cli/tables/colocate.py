@@ -1,4 +1,4 @@
-"""Table of a web service beside a training."""
+"""Table of `bench colocate`: a web service beside a training."""
 
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ def colocate_table(report: "ColocateReport") -> Table:
 
 def _caption(report: "ColocateReport") -> str:
     settings = report.conditions["settings"]
-    parts = ["Latency from when a request was due. speed-up: against the same training of equal priority."]
+    parts = ["Latency from when a request was due. speed-up: against the same training at equal priority."]
     for train, (step_s, deadline_s, loss) in report.alone().items():
         if step_s is None:
             continue

@@ -1,4 +1,4 @@
-"""Conditions of a lab, as a terminal shows them."""
+"""Requested and measured conditions of a lab, as text for a terminal."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,12 @@ from stormtorch_lab.netns.measured import LinkCount, Measured
 if TYPE_CHECKING:
     from stormtorch_lab.netns.lab import Lab
 
-# Above, a table of all links is longer than a screen.
+# With more hosts, a table of all links is longer than a screen.
 _MOST_LISTED_HOSTS = 8
 
 
 def before_text(lab: "Lab") -> str:
-    """Text before a command runs: what was asked for and measured."""
+    """Text shown before a command runs: requested and measured network."""
     measured = lab.measured()
     how = f"as {lab.access.name}" if not lab.access.user_namespace else f"in a {lab.access.name}"
     lines = [
@@ -31,7 +31,7 @@ def before_text(lab: "Lab") -> str:
 
 
 def show_after(measured: Measured, statuses: Sequence[int], console: Console) -> None:
-    """Prints after a command what the network did meanwhile, and who failed."""
+    """Prints the loss measured while a command ran, and the ranks that failed."""
     line = f"[bold]measured[/bold]  {counted_text(measured.links)}; {measured.overflow:.2%} met a full queue"
     if measured.low_loss is not None:
         line += f", {measured.low_loss:.2%} of those of low priority"
@@ -46,7 +46,7 @@ def show_after(measured: Measured, statuses: Sequence[int], console: Console) ->
 
 
 def shown_text(reply: dict[str, Any]) -> str:
-    """Text of the answer of a running lab."""
+    """Text for the reply of a running lab."""
     measured = reply["measured"]
     links = [LinkCount(**link) for link in measured["links"]]
     lines = [
@@ -60,7 +60,7 @@ def shown_text(reply: dict[str, Any]) -> str:
 
 
 def requested_text(requested: dict[str, Any]) -> str:
-    """Describes in a line what was asked for."""
+    """Describes the requested conditions in one line."""
     if (cable_mtu := requested.get("cable_mtu")) is not None:
         tcp = f", TCP {requested['tcp']}" if requested["tcp"] else ""
         return f"a cable with an MTU of {cable_mtu}, no limits{tcp}"
@@ -72,13 +72,13 @@ def requested_text(requested: dict[str, Any]) -> str:
         words.append(f"{1e3 * requested['jitter_s']:g} ms jitter")
     words.append(f"queues of {requested['queue_bytes'] / 1024:g} KB")
     if (share := requested.get("low_share")) is not None:
-        words.append(f"low priority {share:.0%} of a line, queues of {requested['low_queue_bytes'] / 1024:g} KB")
+        words.append(f"low priority {share:.0%} of a link, queues of {requested['low_queue_bytes'] / 1024:g} KB")
     if requested["tcp"]:
         words.append(f"TCP {requested['tcp']}")
     if requested.get("delays_s"):
-        words.append(f"{len(requested['delays_s'])} links with delays of their own")
+        words.append(f"{len(requested['delays_s'])} links with their own delays")
     if requested.get("lines"):
-        words.append(f"{len(requested['lines'])} hosts with lines of their own")
+        words.append(f"{len(requested['lines'])} hosts with their own access links")
     if requested.get("cut"):
         words.append(f"cut off: {', '.join(f'h{host}' for host in requested['cut'])}")
     if requested.get("cut_links"):
@@ -104,7 +104,7 @@ def counted_text(links: Sequence[LinkCount]) -> str:
     if not seen:
         return "no packets"
     lost = sum(link.lost for link in links)
-    # A share of a few packets says nothing.
+    # A share of a few packets is meaningless.
     shares = sorted(link.lost / link.seen for link in links if link.seen >= 1000)
     text = f"{lost / seen:.2%} of {seen:,} packets lost on purpose"
     if lost and len(shares) > 1:
@@ -115,7 +115,7 @@ def counted_text(links: Sequence[LinkCount]) -> str:
 def _loss_text(loss: Any) -> str:
     if isinstance(loss, dict):
         if "links" in loss:
-            return f"{_loss_text(loss['default'])} ({len(loss['links'])} links with losses of their own)"
+            return f"{_loss_text(loss['default'])} ({len(loss['links'])} links with their own loss)"
         if "trace" in loss:
             share = loss["trace"].count("1") / len(loss["trace"])
             return f"{share:.2%} loss by a trace of {len(loss['trace'])} packets"

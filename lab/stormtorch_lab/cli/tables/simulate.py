@@ -1,4 +1,4 @@
-"""Tables of simulations: a row for each policy, and what it means in words."""
+"""Tables of simulations: a row for each policy, and a summary in words."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def policy_table(report: SimReport) -> Table:
     """One row per policy."""
     settings = report.settings
     judged = "perplexity" if report.language else "points of accuracy"
-    caption = f"against lossless: {judged}, of the same seed. step: median, of this machine. drift: mean squared "
+    caption = f"against lossless: {judged}, of the same seed. step: median, on this machine. drift: mean squared "
     caption += (
         "difference per parameter between two replicas. lag: mean age of copies at the end, in steps. lead: in updates."
     )
@@ -97,7 +97,7 @@ def network_text(network: LossModel) -> str:
         models = list(network.links.values())
         if all(isinstance(model, Trace) for model in models):
             return f"links that replay {len(set(models))} recorded ones"
-        own = "1 link of its own" if len(models) == 1 else f"{len(models)} links of their own"
+        own = "1 link with its own loss" if len(models) == 1 else f"{len(models)} links with their own loss"
         return f"{own}, {network_text(network.default)} on the others"
     if isinstance(network, Trace):
         return f"a recorded link that loses {100 * sum(network.bits) / len(network.bits):.1f} %"
@@ -107,7 +107,7 @@ def network_text(network: LossModel) -> str:
 
 
 def sentences(report: SimReport) -> list[str]:
-    """Says what was seen; every number is of this run."""
+    """Summarises the results in sentences; every number is from this run."""
     settings, found = report.settings, []
     if settings.labels != ("lossless",):
         found.append(
@@ -116,7 +116,7 @@ def sentences(report: SimReport) -> list[str]:
         )
     found += budget_sentences(settings)
     found += [_sentence(report, policy) for policy in settings.labels]
-    found.append("Only loss is simulated, not time: the step's is what this machine takes to compute all workers.")
+    found.append("Only loss is simulated, not time: step is the time that this machine takes to compute all workers.")
     return found + chance_sentences(settings.labels, settings.seeds)
 
 
@@ -130,11 +130,13 @@ def _sentence(report: SimReport, policy: str) -> str:
     text += f"; their copies were {_number_text(lag)} steps old on average"
     text += f", and parameters were sent {_number_text(lead)} updates ahead" if lead else ""
     fetched = sum(result.fetched for result in results)
-    text += f"; {fetched} chunks were fetched, as they would have become too old." if fetched else "."
+    text += f"; {fetched} chunks were fetched exactly, as they would have become too old." if fetched else "."
     guarded = sum(result.guarded for result in results)
     if guarded:
         steps = report.settings.steps * len(results)
-        text += f" Its guard repaired the broadcast in {guarded} of {steps} steps, as a worker missed too much of it."
+        text += (
+            f" Its guard repaired the broadcast in {guarded} of {steps} steps, as a worker had missed too much of it."
+        )
     return text
 
 

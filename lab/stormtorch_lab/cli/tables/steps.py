@@ -1,4 +1,4 @@
-"""Tables of benchmarks that train: steps and convergence beside gloo."""
+"""Tables of benchmarks that train: steps and convergence against gloo."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,8 @@ def ddp_table(report: "DdpReport") -> Table:
     )
     table = new_table(title, _ddp_caption(conditions))
     table.add_column("backend", no_wrap=True)
-    # What the network allows matters where it has a rate, and the worst round where it has none; a terminal has no room
-    # for all.
+    # A terminal is too narrow for all columns: the ideal is shown where the network has a rate, else the worst
+    # round.
     lined = conditions["line_s"] is not None
     headings = ["median", "rounds", "adds", "x\ngloo", "moved", "adds x\nideal", "arrived", "CPU\ns/GB"]
     if not lined:
@@ -44,7 +44,7 @@ def ddp_table(report: "DdpReport") -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for result in report.results:
         above = ">" if result.median_is_bound else ""
-        # Of two medians that are only known to be larger, the ratio says nothing.
+        # The ratio of two lower bounds is meaningless.
         known = not (result.gloo_gave_up and result.median_is_bound)
         below = "<" if result.gloo_gave_up else ""
         over_gloo = (above or below) + ratio_text(result.over_gloo) if result.over_gloo and known else "-"
@@ -73,12 +73,12 @@ def _ddp_caption(conditions: dict[str, Any]) -> str:
         round_text(conditions) if in_lab else f"{conditions['iters']} interleaved rounds; times are the slowest rank's"
     )
     if conditions["steps"] > 1:
-        text += f", per step of turns of {conditions['steps']}"
-    text += "; adds: what communication adds to a step without any, no_sync"
+        text += f", per step, {conditions['steps']} steps per round and backend"
+    text += "; adds: time that communication adds to a step without any (no_sync)"
     if conditions["line_s"] is None:
-        text += "; speed-up: gloo's median over this one."
+        text += "; speed-up: gloo's median divided by this one."
     else:
-        text += ". Moved: what each rank must send, and receive as much; ideal: at the rate of its line."
+        text += ". Moved: data that each rank must send, and receive as much; ideal: its time at the rate of the link."
     text += " CPU: processor time of all ranks beyond that of no_sync, per GB of gradients."
     if not in_lab:
         text += oversubscription_text(conditions["ranks"], conditions["machine"]["cores_usable"])
@@ -96,13 +96,14 @@ def convergence_table(report: "ConvergenceReport") -> Table:
     params = report.curves[0].params / 1e6
     title = f"a language model of {params:.3g} M parameters learns, {conditions['ranks']} ranks, {where}"
     caption = (
-        f"{conditions['seconds']:g} s of training each, evaluations not counted; one after the other, with the same "
-        "weights and batches."
+        f"{conditions['seconds']:g} s of training each, evaluations not counted; one backend after the other, with the "
+        "same weights and batches."
     )
     if report.target is not None:
         given = conditions.get("target") is not None
-        caption += f" Reached: the seconds until a loss of {report.target:.3f}{'' if given else ', which all came to'}"
-        caption += "; speed-up: those of gloo over these." if report.peer else "."
+        caption += f" Reached: the seconds until a loss of {report.target:.3f}"
+        caption += "" if given else ", which all backends reached"
+        caption += "; speed-up: seconds of gloo divided by these." if report.peer else "."
     table = new_table(title, caption)
     table.add_column("backend", no_wrap=True)
     for heading in ("steps", "a step", "last\nloss", "reached", "speed-\nup", "arrived"):
@@ -111,7 +112,7 @@ def convergence_table(report: "ConvergenceReport") -> Table:
         reached_s, speedup = report.reached_s(curve), report.speedup(curve)
         table.add_row(
             curve.backend,
-            f"{curve.steps[-1]}" + (" (given up)" if curve.gave_up else ""),
+            f"{curve.steps[-1]}" + (" (aborted)" if curve.gave_up else ""),
             time_text(curve.step_s) if curve.step_s else "-",
             f"{curve.losses[-1]:.3f}",
             time_text(reached_s) if reached_s is not None else "-",

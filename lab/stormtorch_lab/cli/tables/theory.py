@@ -1,4 +1,4 @@
-"""Tables of what mathematics expects of a loss, with a sentence for every number."""
+"""Tables of the predictions of theory for a loss, with a sentence for every number."""
 
 from rich.console import Console
 
@@ -7,7 +7,7 @@ from stormtorch.theory import KINDS, Prediction
 
 
 def answer(found: Prediction) -> str:
-    """Says in plain words what the loss costs, before any table."""
+    """Summarises the cost of the loss in sentences, before the tables."""
     if found.p == 0.0:
         return "Without loss nothing is lost: every policy trains as it would on a perfect network."
     more = found.lead_steps / found.steps - 1

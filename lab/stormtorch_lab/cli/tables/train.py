@@ -1,4 +1,4 @@
-"""Tables of trainings: a row for each policy, and what it means in words."""
+"""Tables of trainings: a row for each policy, and a summary in words."""
 
 import math
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from stormtorch_lab.studies.results import StudyReport, TrainReport, TrainResult
 from stormtorch_lab.studies.settings import StudySettings
 
 MEANINGS = {
-    "lossless": "repairs whatever is lost, and learns what it would on an undisturbed network",
-    "plain": "takes loss as it comes: a gradient is the mean of what arrived, and a parameter whose update is lost "
-    "stays as it was until the next one",
-    "lead": "is plain with one correction: parameters are sent a little ahead of themselves, by as much as replicas "
-    "are behind on average",
+    "lossless": "retransmits every lost chunk, and learns the same as on a network without loss",
+    "plain": "takes loss as it comes: a gradient is the mean of the contributions received, and a parameter whose "
+    "update is lost stays as it was until the next one",
+    "lead": "is plain with one correction: parameters are sent extrapolated by as much as replicas lag behind on "
+    "average",
     "model-averaging": "has every rank train a model of its own and averages what arrives of the models after "
     "each step",
     "gradient-averaging": "has every rank apply the gradients that reached it: nothing brings replicas together again",
@@ -46,8 +46,8 @@ def policy_table(report: TrainReport) -> Table:
     settings = report.settings
     judged = "perplexity" if report.language else "points of accuracy"
     title = (
-        f"{report.requested['params'] / 1e6:.2g} M parameters, {report.requested['data']['name']}, {settings.steps} steps on "
-        f"{settings.ranks} ranks, {where_text(report)}"
+        f"{report.requested['params'] / 1e6:.2g} M parameters, {report.requested['data']['name']}, "
+        f"{settings.steps} steps on {settings.ranks} ranks, {where_text(report)}"
     )
     caption = f"against lossless: {judged}, of the same seed. step: median, by the slowest rank. drift: mean squared "
     caption += "difference per parameter between two replicas."
@@ -56,7 +56,7 @@ def policy_table(report: TrainReport) -> Table:
     if settings.network is None:
         caption += oversubscription_text(settings.ranks, report.conditions["machine"]["cores_usable"])
     if drops := report.measured["kernel_drops"]:
-        caption += f" The kernel dropped {drops} datagrams for want of buffer."
+        caption += f" The kernel dropped {drops} datagrams because socket buffers were full."
     table = new_table(title, caption)
     table.add_column("policy", no_wrap=True)
     second = "per-\nplexity" if report.language else "accuracy"
@@ -80,11 +80,11 @@ def policy_table(report: TrainReport) -> Table:
 
 
 def sentences(report: TrainReport) -> list[str]:
-    """Says what was seen; every number is of this run."""
+    """Summarises the results in sentences; every number is from this run."""
     settings = report.settings
     found = [
-        f"{loss_text(report.measured['loss'])} of the datagrams were lost, {loss_text(settings.loss)} had been asked "
-        "for; every policy began with the same weights and saw the same batches."
+        f"{loss_text(report.measured['loss'])} of the datagrams were lost, {loss_text(settings.loss)} requested; "
+        "every policy began with the same weights and saw the same batches."
     ]
     found += budget_sentences(settings)
     found += [_sentence(report, policy) for policy in settings.labels]
@@ -92,7 +92,7 @@ def sentences(report: TrainReport) -> list[str]:
 
 
 def budget_sentences(settings: StudySettings) -> list[str]:
-    """Says until when lossy messages were repaired, if they were."""
+    """Describes the budget of lossy messages, if they were repaired."""
     gradients = settings.gradient_budget
     if gradients is not None and gradients != settings.budget:
         return [
@@ -116,11 +116,11 @@ def _sentence(report: TrainReport, policy: str) -> str:
 
 
 def outcome_text(report: StudyReport[Any, Any], policy: str) -> str:
-    """Says what a policy came to, as the beginning of a sentence."""
+    """Describes the result of a policy, as the beginning of a sentence."""
     results = report.of(policy)
     if diverged(results):
         return "It diverged"
-    text = f"It came to {'a perplexity' if report.language else 'an accuracy'} of {success_text(results)}"
+    text = f"It reached {'a perplexity' if report.language else 'an accuracy'} of {success_text(results)}"
     against = None if policy == "lossless" else report.against_lossless(policy)
     return text if against is None else f"{text}, {against_text(report, against)} against lossless"
 
@@ -131,19 +131,19 @@ def diverged(results: Sequence[TrainResult]) -> bool:
 
 
 def apart_text(results: Sequence[TrainResult]) -> str:
-    """Says how far apart replicas ended."""
+    """Describes the final drift of the replicas."""
     drift = mean([result.drift for result in results])
     return "ended the same" if drift == 0.0 else f"ended {math.sqrt(drift):.2g} apart (root mean square)"
 
 
 def chance_sentences(policies: Sequence[str], seeds: int) -> list[str]:
-    """Says how much a difference between policies means."""
+    """Describes the significance of differences between policies."""
     if len(policies) == 1:
         return []
     if seeds == 1:
-        return ["This is one seed: small differences may be chance, and --seeds 3 shows how much of them is."]
+        return ["This is one seed: small differences may be chance; --seeds 3 estimates how much."]
     if "lossless" in policies:
-        return ["A difference to lossless that is no larger than its ± may be chance; more seeds or steps tell."]
+        return ["A difference to lossless that is no larger than its ± may be chance; more seeds or steps decide."]
     return []
 
 

@@ -1,1 +1,1 @@
-"""What the commands of the lab share: options, their values, charts."""
+"""Shared by the commands of the lab: options, their values, terminal charts."""

@@ -1,4 +1,4 @@
-"""Lines drawn with characters: each cell holds two by four dots where the terminal knows braille, one letter if not."""
+"""Line charts in a terminal: braille cells of two by four dots, or letters in terminals without braille."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 @dataclass(frozen=True)
 class ChartLine:
-    """A line to draw, with its name at its end."""
+    """A line of the chart, labelled at its end."""
 
     name: str
     style: str
@@ -76,12 +76,12 @@ def draw_lines(
 
 
 def _free(row: int, taken: dict[int, tuple[str, str]], height: int) -> int:
-    """Nearest row without a label."""
+    """Finds the nearest row without a label."""
     return min((each for each in range(height) if each not in taken), key=lambda each: abs(each - row), default=row)
 
 
 def _joined(dots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """All dots on the way from each to the next."""
+    """All dots between consecutive points."""
     found = list(dots[:1])
     for (x0, y0), (x1, y1) in itertools.pairwise(dots):
         steps = max(abs(x1 - x0), abs(y1 - y0), 1)

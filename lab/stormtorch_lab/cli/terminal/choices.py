@@ -1,5 +1,5 @@
-"""Values that options can have. They are declared here and not imported, so that --help answers without torch; a test
-compares them with the real ones.
+"""Allowed values of options, declared here instead of imported, so that --help runs without torch; a test compares
+them with the real ones.
 """
 
 import re
@@ -51,14 +51,14 @@ class Wire(StrEnum):
 
 
 class ShardSizes(StrEnum):
-    """Ways to divide the parameters among the ranks."""
+    """Ways to partition the parameters among the ranks."""
 
     equal = "equal"
     rate = "rate"
 
 
 class Weights(StrEnum):
-    """Ways to weigh the gradients that arrived."""
+    """Ways to weigh the received gradients."""
 
     mean = "mean"
     horvitz_thompson = "horvitz-thompson"
@@ -115,5 +115,5 @@ class Dtype(StrEnum):
 
 
 def spaced(known: str) -> str:
-    """Puts spaces between names, so that a narrow terminal breaks lines there and cuts nothing off."""
+    """Joins names with spaces, so that a narrow terminal can break lines there."""
     return known.replace(",", ", ")

@@ -1,4 +1,4 @@
-"""Options of the commands, each declared once: what it is called, what it means, in which panel --help shows it."""
+"""Command-line options shared by commands, each declared once: name, help text, and panel of --help."""
 
 from pathlib import Path
 from typing import Annotated
@@ -32,31 +32,33 @@ _LIST = "separated by commas"
 
 # --- who takes part, and for how long ---------------------------------------------------------------------------------
 
-Ranks = Annotated[int, typer.Option(help="Processes of this machine, or in a lab hosts with one each: 2 to 64.")]
-Workers = Annotated[int, typer.Option(help="Simulated ranks, each with a replica of its own: 2 to 8,192.")]
+Ranks = Annotated[
+    int, typer.Option(help="Processes of this machine, or hosts of a lab with one process each: 2 to 64.")
+]
+Workers = Annotated[int, typer.Option(help="Simulated ranks, each with its own replica: 2 to 8,192.")]
 Hosts = Annotated[int, typer.Option(help="Virtual hosts: 2 to 64.")]
 Steps = Annotated[int, typer.Option(help="Optimizer steps of each training.")]
 Seeds = Annotated[
-    int, typer.Option(help="Trainings of each policy; each seed has weights, batches and loss of its own.")
+    int, typer.Option(help="Trainings of each policy; each seed has its own weights, batches and packet loss.")
 ]
-FirstSeed = Annotated[int, typer.Option(help="First of the seeds; the others follow.")]
-Seed = Annotated[int, typer.Option(help="Seed of the loss: the same packets of each link are lost again.")]
-Timeout = Annotated[float, typer.Option(help="Give up after so many seconds in all.")]
+FirstSeed = Annotated[int, typer.Option(help="First seed; the others follow it.")]
+Seed = Annotated[int, typer.Option(help="Random seed of the loss; the same seed drops the same packets.")]
+Timeout = Annotated[float, typer.Option(help="Time limit of the whole command, in seconds.")]
 WaitLimit = Annotated[
     float,
     typer.Option(
-        help="Give up a call over TCP after so many seconds; a backend that has used as many skips the other rounds.",
+        help="Abort a call over TCP after so many seconds; a backend that has used as many skips the other rounds.",
         rich_help_panel=_LAB,
     ),
 ]
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
-Ledger = Annotated[Path | None, typer.Option(help="Write a line of JSON for every step to this file.", dir_okay=False)]
+Ledger = Annotated[Path | None, typer.Option(help="Write one line of JSON per step to this file.", dir_okay=False)]
 Checkpoint = Annotated[
     Path | None,
     typer.Option(
-        help="Keep states and results in this folder: the same command again goes on where it stopped.",
+        help="Save checkpoints and results in this folder; repeating the command resumes from them.",
         file_okay=False,
     ),
 ]
@@ -79,14 +81,14 @@ WireName = Annotated[
 Budget = Annotated[
     float,
     typer.Option(
-        help="Fraction of each lossy message that may be missing: 1 never sends anything again.",
+        help="Fraction of each lossy message that may be missing: 1 never retransmits.",
         rich_help_panel=_POLICY,
     ),
 ]
 GradientBudget = Annotated[
     float | None,
     typer.Option(
-        help="plain and lead: that fraction for messages of gradients.",
+        help="plain and lead: the budget of messages of gradients.",
         show_default="that of --budget",
         rich_help_panel=_POLICY,
     ),
@@ -94,7 +96,7 @@ GradientBudget = Annotated[
 Lead = Annotated[
     float,
     typer.Option(
-        help="lead: how far ahead parameters are sent, in multiples of their mean lag p/(1-p).",
+        help="lead: how far parameters are extrapolated, in multiples of their mean lag p/(1-p).",
         rich_help_panel=_POLICY,
     ),
 ]
@@ -102,7 +104,7 @@ ShardsName = Annotated[
     ShardSizes,
     typer.Option(
         "--shards",
-        help="How much each rank owns: the same, or by what its line and its processor are measured to carry.",
+        help="Size of each rank's shard: equal, or by the measured speed of its link and its processor.",
         rich_help_panel=_POLICY,
     ),
 ]
@@ -110,7 +112,7 @@ WeightsName = Annotated[
     Weights,
     typer.Option(
         "--weights",
-        help="plain and lead: average gradients that arrived, or weigh each by the inverse of its chance to arrive.",
+        help="plain and lead: average the gradients received, or weigh each by the inverse of its arrival probability.",
         rich_help_panel=_POLICY,
     ),
 ]
@@ -118,28 +120,30 @@ RedundancyText = Annotated[
     str,
     typer.Option(
         "--redundancy",
-        help="plain and lead: parity chunks for each data chunk, which bring lost ones back; auto: as much as the "
-        "loss calls for and a narrow --wire pays for.",
+        help="plain and lead: parity chunks per data chunk (forward error correction), which recover lost ones; "
+        "auto: chosen by the loss and the width of --wire.",
         autocompletion=complete_choice("auto,0.25,0.5,1"),
         rich_help_panel=_POLICY,
     ),
 ]
 _MAX_LAG = typer.Option(
-    help="plain and lead: steps that a parameter may be out of date before it is fetched exactly.",
+    help="plain and lead: largest age of a copy in steps before it is fetched exactly.",
     show_default="no bound",
     rich_help_panel=_POLICY,
 )
 MaxLag = Annotated[int | None, _MAX_LAG]
 Every = Annotated[
     int,
-    typer.Option(help="Steps between two exchanges of models, where a policy has such.", rich_help_panel=_POLICY),
+    typer.Option(
+        help="Steps between two exchanges of models, for policies that exchange models.", rich_help_panel=_POLICY
+    ),
 ]
 Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="Set any other field of the policies that have it, as outer_lr=1; may be given several times.",
+        help="Set any other field of the policies that have it, such as outer_lr=1; can be given several times.",
         show_default=False,
         rich_help_panel=_POLICY,
     ),
@@ -147,13 +151,13 @@ Set = Annotated[
 
 # --- the network: injected or simulated loss --------------------------------------------------------------------------
 
-_LOSS_HELP = "Fraction of the datagrams to lose on every link: 0 to 0.9"
+_LOSS_HELP = "Fraction of the datagrams to drop on every link: 0 to 0.9"
 Loss = Annotated[float, typer.Option(help=f"{_LOSS_HELP}.", rich_help_panel=_NETWORK)]
 LossBesideLinks = Annotated[
     float | None,
     typer.Option(
         "--loss",
-        help=f"{_LOSS_HELP}; with --per-link, on every link that the file does not name.",
+        help=f"{_LOSS_HELP}; with --per-link, on every link not in the file.",
         show_default="0.1, or 0 with --per-link",
         rich_help_panel=_NETWORK,
     ),
@@ -174,7 +178,7 @@ TraceDrawn = Annotated[
     Path | None,
     typer.Option(
         "--trace",
-        help="JSON lines of recorded links: each link replays one, drawn from those that lose 0.5 to 30 %.",
+        help="JSON lines of recorded links: each link replays a random one of those with 0.5 to 30 % loss.",
         dir_okay=False,
         rich_help_panel=_NETWORK,
     ),
@@ -182,22 +186,22 @@ TraceDrawn = Annotated[
 Shared = Annotated[
     float | None,
     typer.Option(
-        help="Fraction of the loss on a sender's way out, where all receivers lose the same chunk: 0 to 1.",
+        help="Fraction of the loss on the sender's uplink, where all receivers lose the same chunk: 0 to 1.",
         rich_help_panel=_NETWORK,
     ),
 ]
 Stragglers = Annotated[
     float | None,
     typer.Option(
-        help="Chance that a worker is late in an exchange, so that only a fraction of its messages counts.",
+        help="Probability that a worker is late in an exchange, so that only a fraction of its messages counts.",
         rich_help_panel=_NETWORK,
     ),
 ]
 Delivered = Annotated[
     float | None,
     typer.Option(
-        help="Fraction of a late worker's messages that still counts.",
-        show_default="drawn each time",
+        help="Fraction of a late worker's messages that counts.",
+        show_default="random each time",
         rich_help_panel=_NETWORK,
     ),
 ]
@@ -207,13 +211,13 @@ Delivered = Annotated[
 InLab = Annotated[
     bool,
     typer.Option(
-        "--lab", help="Lose real packets between virtual hosts; needs root or user namespaces.", rich_help_panel=_LAB
+        "--lab", help="Drop real packets between virtual hosts; needs root or user namespaces.", rich_help_panel=_LAB
     ),
 ]
 Rate = Annotated[
     str | None,
     typer.Option(
-        help="Rate of each host's line, both ways: 400mbit, 1gbit, unlimited.",
+        help="Rate of each host's access link, both ways: 400mbit, 1gbit, unlimited.",
         autocompletion=complete_choice("20mbit,100mbit,400mbit,1gbit,unlimited"),
         rich_help_panel=_LAB,
     ),
@@ -221,7 +225,7 @@ Rate = Annotated[
 LabLoss = Annotated[
     float | None,
     typer.Option(
-        "--loss", help="Fraction of all packets to lose on every link, TCP's as well: 0 to 1.", rich_help_panel=_LAB
+        "--loss", help="Fraction of all packets to drop on every link, TCP's included: 0 to 1.", rich_help_panel=_LAB
     ),
 ]
 LabBurst = Annotated[str | None, typer.Option("--burst", help=_BURST_HELP, rich_help_panel=_LAB)]
@@ -234,7 +238,7 @@ Trace = Annotated[
 ]
 Delay = Annotated[
     str | None,
-    typer.Option(help="Delay from host to host, one way: 20ms is 40 ms for the round trip.", rich_help_panel=_LAB),
+    typer.Option(help="One-way delay between hosts: 20ms is a round trip of 40 ms.", rich_help_panel=_LAB),
 ]
 Jitter = Annotated[
     str | None,
@@ -242,13 +246,15 @@ Jitter = Annotated[
 ]
 Queue = Annotated[
     str | None,
-    typer.Option(help="Bytes that may wait at each end of a line: 64kb, 1mb; 512kb at first.", rich_help_panel=_LAB),
+    typer.Option(
+        help="Bytes of the queue at each end of an access link: 64kb, 1mb; 512kb at first.", rich_help_panel=_LAB
+    ),
 ]
 LowShare = Annotated[
     float | None,
     typer.Option(
-        help="Share of a line that packets of low priority (DSCP 1 or 8) have while others want it all: 0 to 1. They "
-        "may always use what is free.",
+        help="Share of a link that packets of low priority (DSCP 1 or 8) keep while others could use all of it: "
+        "0 to 1. They may always use free capacity.",
         show_default="all packets alike",
         rich_help_panel=_LAB,
     ),
@@ -256,7 +262,7 @@ LowShare = Annotated[
 LowQueue = Annotated[
     str | None,
     typer.Option(
-        help="Bytes of low priority that may wait at each end of a line; 128kb at first.", rich_help_panel=_LAB
+        help="Bytes of the low-priority queue at each end of an access link; 128kb at first.", rich_help_panel=_LAB
     ),
 ]
 Tcp = Annotated[
@@ -271,19 +277,19 @@ Tcp = Annotated[
 Cable = Annotated[
     int | None,
     typer.Option(
-        help="Join two hosts by a cable of this MTU, without switch or limits: 1500, or 9000 for jumbo frames.",
+        help="Connect two hosts by a cable of this MTU, without switch or limits: 1500, or 9000 for jumbo frames.",
         rich_help_panel=_LAB,
     ),
 ]
 Nat = Annotated[
     list[str] | None,
     typer.Option(
-        help="Put a host behind a router that translates addresses, as in a home: 1, or 1:symmetric for one that shows "
-        "another port to each destination; can be given several times.",
+        help="Put a host behind a NAT router: 1, or 1:symmetric for another port per destination; can be given "
+        "several times.",
         rich_help_panel=_LAB,
     ),
 ]
-LabName = Annotated[str | None, typer.Option("--lab", help="Name of the lab, if several run.")]
+LabName = Annotated[str | None, typer.Option("--lab", help="Name of the lab, if several are running.")]
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
@@ -293,7 +299,7 @@ Model = Annotated[
         help=f"Model to train: one of {spaced(MODELS)}.", autocompletion=complete_choice(MODELS), rich_help_panel=_MODEL
     ),
 ]
-_DATA_HELP = "File or folder to learn from"
+_DATA_HELP = "File or folder of the training data"
 TextData = Annotated[
     Path | None,
     typer.Option(
@@ -320,10 +326,10 @@ Data = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-# Commands with one model know its defaults; `simulate` leaves them to the model, by None.
-_BATCH = typer.Option(help="Examples of each rank in a step.", rich_help_panel=_MODEL)
-_LR = typer.Option(help="Highest learning rate; it rises first and then falls as a cosine.", rich_help_panel=_MODEL)
-_CONTEXT = typer.Option(help="Language models: tokens, or bytes, of an example.", rich_help_panel=_MODEL)
+# Commands with one model have its defaults; `simulate` passes None for those of the chosen model.
+_BATCH = typer.Option(help="Examples of each rank per step.", rich_help_panel=_MODEL)
+_LR = typer.Option(help="Highest learning rate; warm-up, then cosine decay.", rich_help_panel=_MODEL)
+_CONTEXT = typer.Option(help="Language models: tokens or bytes per example.", rich_help_panel=_MODEL)
 _LAYERS = typer.Option(help="LLaMA: number of layers.", rich_help_panel=_MODEL)
 _WIDTH = typer.Option(
     help="LLaMA: width, a multiple of 16; 2 layers of 64 have 0.12 M parameters.", rich_help_panel=_MODEL
@@ -348,7 +354,7 @@ OptimizerName = Annotated[
 # --- how a simulation is computed -------------------------------------------------------------------------------------
 
 DeviceName = Annotated[
-    Device, typer.Option("--device", help="Device; auto takes a GPU if there is one.", rich_help_panel=_SPEED)
+    Device, typer.Option("--device", help="Device; auto uses a GPU if there is one.", rich_help_panel=_SPEED)
 ]
 PrecisionName = Annotated[
     Precision,
@@ -356,13 +362,15 @@ PrecisionName = Annotated[
 ]
 AtOnce = Annotated[
     int | None,
-    typer.Option(help="Workers computed at a time.", show_default="as many as fit into memory", rich_help_panel=_SPEED),
+    typer.Option(
+        help="Number of workers computed at a time.", show_default="as many as fit into memory", rich_help_panel=_SPEED
+    ),
 ]
 HowName = Annotated[
     How,
     typer.Option(
         "--how",
-        help="Compute those workers together by torch.func.vmap, or one after the other; auto finds out.",
+        help="Compute these workers together by torch.func.vmap, or one after the other; auto tests what works.",
         rich_help_panel=_SPEED,
     ),
 ]
@@ -374,7 +382,7 @@ Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="Have a GPU compute the same bits every time: the same seed, GPU and versions give the same results.",
+        help="Deterministic GPU computation: the same seed, GPU and versions give the same bits.",
         rich_help_panel=_SPEED,
     ),
 ]
@@ -389,8 +397,8 @@ BackendsAnywhere = Annotated[
     str | None,
     typer.Option(
         "--backends",
-        help=f"{_BACKENDS_HELP}. A lab also has gloo-bbr and gloo-cubic, by TCP's congestion control; one host also "
-        "has mpi, in `allreduce` and `latency`, where it is installed.",
+        help=f"{_BACKENDS_HELP}. A lab also has gloo-bbr and gloo-cubic, named by TCP's congestion control; one "
+        "host also has mpi, in `allreduce` and `latency`, if installed.",
         show_default="all; in a lab gloo-bbr and gloo-cubic in place of gloo",
         autocompletion=complete_choice_list(DDP_BACKENDS, LAB_DDP_BACKENDS),
     ),
@@ -399,7 +407,7 @@ Learners = Annotated[
     str | None,
     typer.Option(
         "--backends",
-        help=f"{_BACKENDS_HELP}: any of `bench ddp`, and policies by name, as diloco.",
+        help=f"{_BACKENDS_HELP}: any of `bench ddp`, and policies by name, such as diloco.",
         show_default="gloo (in a lab gloo-bbr) and storm-drift",
         autocompletion=complete_choice_list(DDP_BACKENDS, LAB_DDP_BACKENDS, NAMED_POLICIES),
     ),
@@ -408,12 +416,12 @@ Wires = Annotated[
     str,
     typer.Option(
         "--wire",
-        help=f"Number formats that storm-lossy and storm-drift send, {_LIST}: {spaced(WIRES)}; each is measured.",
+        help=f"Number formats that storm-lossy and storm-drift send, {_LIST}: {spaced(WIRES)}; measured one by one.",
         autocompletion=complete_choice_list(WIRES),
     ),
 ]
-Iters = Annotated[int, typer.Option(help="Timed rounds, of each size and of each network.")]
-_WARMUP_HELP = "Rounds before the timed ones; their results are checked."
+Iters = Annotated[int, typer.Option(help="Timed rounds per size and network.")]
+_WARMUP_HELP = "Untimed rounds before them; their results are checked."
 Warmup = Annotated[int, typer.Option(help=_WARMUP_HELP)]
 WarmupAnywhere = Annotated[
     int | None, typer.Option("--warmup", help=_WARMUP_HELP, show_default=f"{WARMUP}; in a lab {LAB_WARMUP}")

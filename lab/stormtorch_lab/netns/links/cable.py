@@ -1,7 +1,7 @@
 """Two hosts joined by a cable: one veth pair, without a switch between them.
 
-Nothing limits, queues or loses packets. They travel in bundles, as between network cards that cut and join them: what
-is left is the cost of the two stacks, and of copying once.
+Nothing limits, queues or loses packets. They travel in bundles, as between network cards with segmentation
+offload: what remains is the cost of the two stacks, and of copying once.
 """
 
 import json
@@ -29,7 +29,7 @@ class CableNetwork:
             holder.run([tool("ip"), "-batch", "-"], "\n".join(set_up(DEVICE, address(index))))
 
     def apply(self, conditions: Conditions) -> None:
-        """Does nothing: `Conditions` refuses everything that a cable cannot have."""
+        """Does nothing: `Conditions` rejects everything that a cable cannot have."""
 
     def links(self) -> list[LinkCount]:
         """Packets of both directions since the network was made; a bundle counts as one."""

@@ -23,19 +23,19 @@ MANAGEMENT_DEVICE = "mgmt0"
 """Interface of every host to the management network, if there is one: without loss or limits."""
 # Number of packets after which the losses of a link repeat.
 _PERIOD = 1 << 16
-# Number of traces with bursts to draw; the one whose loss is nearest to the requested loss is used.
+# Number of bursty traces to draw; the one with the loss nearest to the requested loss is used.
 _DRAWS = 8
 _TABLE = "stormtorch"
-# Most text in a transaction of nft, of which six times as much travels to the kernel; and most numbers that are added
-# to a set at once, each of which travels as 20 bytes.
+# Most text in a transaction of nft, which sends six times as much to the kernel; and most numbers added to a set at
+# once, each of which is sent as 20 bytes.
 _TRANSACTION_BYTES, _NUMBERS = 50_000, 12_000
 LOW_DSCP = (1, 8)
-"""Differentiated services that mean low priority: lower effort (RFC 8622), and CS1, which it took the place of."""
-# Handle of the queue of low priority.
+"""Differentiated services that mean low priority: lower effort (RFC 8622), and its predecessor CS1."""
+# Handle of the low-priority queue.
 _LOW = "20:"
 _ROUTER_RULES = "/proc/sys/net/bridge/bridge-nf-call-iptables"
 NO_BUNDLES = ("gso", "off", "tso", "off", "gro", "off", "tx-udp-segmentation", "off")
-"""Features of a device, for ethtool, by which each packet travels by itself."""
+"""Settings for ethtool that switch segmentation offload off, so that packets are not bundled."""
 
 
 def address(host: int, path: int = 0) -> str:
@@ -49,7 +49,7 @@ class Wiring:
 
     path: int = 0
     turned: bool = False
-    """Whether rules are in the second of two tables, of which each takes the place of the other."""
+    """Whether the rules are in the second of two tables, which alternate."""
 
     @property
     def bridge(self) -> str:
@@ -82,7 +82,7 @@ def management_address(host: int) -> str:
 
 
 class Network(Protocol):
-    """A network that joins the hosts."""
+    """A network between the hosts."""
 
     kind: str
     """Kind of the network, for messages and results."""
@@ -100,12 +100,12 @@ class Network(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends everything that does not end with the namespaces."""
+        """Ends what does not end with the namespaces."""
         ...
 
 
 class KernelNetwork:
-    """A bridge in a namespace of its own, which acts as the switch."""
+    """A bridge in its own namespace, which acts as the switch."""
 
     def __init__(
         self, switch: Holder, hosts: Sequence[Holder], conditions: Conditions, wiring: Wiring | None = None
@@ -117,7 +117,7 @@ class KernelNetwork:
         self._switch = switch
         self._hosts = hosts
         self._conditions: Conditions | None = None
-        # The kernel's counters restart with every change; their earlier values are added up here.
+        # The kernel's counters restart with every change; this keeps the sums of their earlier values.
         self._seen: dict[tuple[int, int], int] = {}
         self._lost: dict[tuple[int, int], int] = {}
         self._passed: dict[tuple[int, str], AccessLinkCount] = {}
@@ -148,7 +148,7 @@ class KernelNetwork:
                 "\n".join(shape(f"{names.port}{index}", line.down_bits, line, delay, low)),
             )
         if before is not None and (before.loss, before.seed) == (conditions.loss, conditions.seed):
-            # Cuts and MTUs alone: the links keep their counters and their places in the traces of losses.
+            # Only cuts and MTUs changed: the links keep their counters and their positions in the loss traces.
             self._switch.run([tool("nft"), "-f", "-"], barriers(conditions, len(self._hosts), names))
             self._conditions = conditions
             return
@@ -179,13 +179,13 @@ class KernelNetwork:
         return [_sum(count, self._passed.get((count.host, count.direction))) for count in counts]
 
     def _keep_counts(self, host: int, before: AccessLink, after: AccessLink, *, recreated: bool) -> None:
-        """Keeps the counters of a queue that changes its kind, which restarts them; a new rate alone does not.
+        """Saves the counters of a queue that is about to change its kind, which resets them; a new rate does not.
 
         Args:
             host: Number of the host.
-            before: Its line until now.
-            after: Its line from now on.
-            recreated: Whether the queues are made anew in any case.
+            before: Its present access link.
+            after: Its new access link.
+            recreated: Whether the queues are recreated in any case.
         """
         changed = {"up": (before.up_bits, after.up_bits), "down": (before.down_bits, after.down_bits)}
         for count in self.lines():
@@ -217,7 +217,7 @@ def make_bridge(
     switch: Holder, hosts: Sequence[Holder], bridge: str, device: str, address_of: Callable[[int], str], port: str = "p"
 ) -> None:
     """Makes a bridge in the switch, and a veth pair to each host."""
-    # With br_netfilter, every packet would also pass the rules for routers, of which there are none.
+    # With br_netfilter, every packet would also pass the rules for routers; there are none.
     switch.run(["sh", "-c", f"[ ! -e {_ROUTER_RULES} ] || echo 0 > {_ROUTER_RULES}"])
     lines = [f"link add {bridge} type bridge stp_state 0 mcast_snooping 0", f"link set {bridge} up"]
     for index, holder in enumerate(hosts):
@@ -228,11 +228,11 @@ def make_bridge(
     switch.run([tool("ip"), "-batch", "-"], "\n".join(lines))
     for index, holder in enumerate(hosts):
         holder.run([tool("ip"), "-batch", "-"], "\n".join(set_up(device, address_of(index))))
-        # Send packets of a real wire's size, not bundles of forty, so that each is lost by itself. (gso_max_segs 1
+        # Send packets of the size on a real wire, not bundles of forty, so that each can be lost alone. (gso_max_segs 1
         # would do this, too, but TCP would then send one segment at a time, and BBR would lose most of its rate.)
         for end, name in ((holder, device), (switch, f"{port}{index}")):
             end.run([tool("ethtool"), "-K", name, *NO_BUNDLES])
-        # Packets may be bundled after they have arrived, as any network card does: losses have happened by then.
+        # Packets may be bundled after arrival, as any network card does: by then, losses have happened.
         holder.run([tool("ethtool"), "-K", device, "gro", "on"])
 
 
@@ -257,7 +257,7 @@ def shape(
     Args:
         device: The device.
         bits: Its rate in bits per second; None is unlimited.
-        line: The line that it is an end of.
+        line: The access link that it is an end of.
         delay: Delay and jitter in seconds.
         low: Share and bytes of the queue of low priority; None treats all packets alike.
     """
@@ -288,15 +288,15 @@ def shape(
 
 
 def _classes(device: str, bits: float, queue_bytes: int, low_share: float, low_queue_bytes: int) -> list[str]:
-    """Commands for tc -batch that give a device two classes, of which one waits for the other."""
+    """Commands for tc -batch that give a device two traffic classes, normal and low priority."""
     burst_bytes = max(bits / 8 * 1e-3, 4 * 1514)
-    # htb wants a rate above 0 for every class; a hundredth is what a class gets that waits for all others.
+    # htb needs a rate above 0 for every class; a class of the lowest priority gets a hundredth.
     low_bits = max(low_share, 0.01) * bits
     common = f"ceil {bits:.0f}bit burst {burst_bytes:.0f} cburst {burst_bytes:.0f} quantum 1514"
     one = f"class replace dev {device} parent"
     both = f"filter replace dev {device} parent 3: protocol ip"
     return [
-        # htb cannot be changed once it is there, so another queue takes its place for a moment.
+        # An existing htb cannot be changed, so another queue replaces it for a moment.
         f"qdisc replace dev {device} root handle 2: bfifo limit {queue_bytes}",
         f"qdisc replace dev {device} root handle 3: htb default 10",
         f"{one} 3: classid 3:1 htb rate {bits:.0f}bit {common}",
@@ -312,9 +312,9 @@ def _classes(device: str, bits: float, queue_bytes: int, low_share: float, low_q
 
 
 def ruleset(conditions: Conditions, hosts: int, names: Wiring | None = None, former: str = "") -> list[str]:
-    """Transactions of nft that make the rules in a new table; the last one puts it in the place of the former one.
+    """Transactions of nft that make the rules in a new table; the last one replaces the former table.
 
-    There are several of them, as the kernel takes only some 400 kB from an ordinary user at a time.
+    There are several, as the kernel accepts only about 400 kB from an unprivileged user at a time.
     """
     names = names or Wiring()
     address, table = names.address, f"bridge {names.table}"
@@ -357,7 +357,7 @@ def _elements(name: str, elements: Sequence[str], most: int) -> list[str]:
 
 
 def _transactions(commands: Sequence[str]) -> Iterator[str]:
-    """Puts commands together to transactions that the kernel takes."""
+    """Groups commands into transactions that the kernel accepts."""
     some: list[str] = []
     size = 0
     for each in commands:
@@ -370,7 +370,7 @@ def _transactions(commands: Sequence[str]) -> Iterator[str]:
 
 
 def barriers(conditions: Conditions, hosts: int, names: Wiring | None = None) -> str:
-    """Rules of nft for what is cut and for packets that are too large, in one transaction that replaces the former."""
+    """Rules of nft for cut hosts and links and for the MTU, in one transaction that replaces the former rules."""
     names = names or Wiring()
     address = names.address
     rules = [f"ip {side} {address(host)} drop" for host in sorted(conditions.cut) for side in ("saddr", "daddr")]

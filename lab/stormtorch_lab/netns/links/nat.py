@@ -1,7 +1,7 @@
-"""Routers that translate addresses (NAT), each between one host and the network, as in a home.
+"""NAT routers, each between one host and the network, as in a home.
 
-The host has a private address; others see that of its router, under a port that the router chooses. A router lets in
-only answers: packets from an address and a port to which its host has sent something.
+The host has a private address; others see that of its router, under a port that the router chooses. A router
+accepts only replies: packets from an address and a port to which its host has sent.
 """
 
 import sys
@@ -12,7 +12,7 @@ from stormtorch_lab.netns.links.kernel_network import DEVICE, NO_BUNDLES, set_up
 from stormtorch_lab.netns.namespaces import Holder
 
 _INSIDE = "lan0"
-# Ports for datagrams, apart from those that hosts choose by themselves; each rebinding takes the next ones.
+# Ports for datagrams, outside the range from which hosts choose; each rebinding takes the next ones.
 _FIRST_PORT, _PORTS, _RANGES = 20_000, 4_000, 3
 # Deletes all entries of the connection tracker, as `conntrack -F` does: IPCTNL_MSG_CT_DELETE without attributes.
 _FORGET = """
@@ -30,7 +30,7 @@ def private_address(host: int) -> str:
 
 
 class Router:
-    """A router of one host. `holder` takes the host's place in the network under test."""
+    """A router of one host. `holder` replaces the host in the network under test."""
 
     def __init__(self, holder: Holder, index: int, kind: str) -> None:
         self.holder = holder
@@ -51,8 +51,8 @@ class Router:
         self.holder.run([tool("nft"), "-f", "-"], self._rules())
 
     def rebind(self) -> None:
-        """Forgets all that it has translated: what its host sends from now on comes from other ports, and answers to
-        the former ones are turned away. TCP connections keep their ports, and so go on.
+        """Clears its translation table: the host's datagrams come from other ports from now on, and replies to the
+        former ports are dropped. TCP connections keep their ports, and so go on.
         """
         self._bindings += 1
         self.holder.run([tool("nft"), "-f", "-"], self._rules())
@@ -61,8 +61,8 @@ class Router:
     def _rules(self) -> str:
         first = _FIRST_PORT + _PORTS * (self._bindings % _RANGES)
         ports = "fully-random" if self._kind == SYMMETRIC else f"to :{first}-{first + _PORTS - 1}"
-        # Turned away before the tracker remembers it: otherwise, whoever sends first would occupy the port that the
-        # host is about to be given for its own datagrams to the same address.
+        # Dropped before the connection tracker records it: otherwise a peer that sends first would occupy the port that
+        # the host needs for its own datagrams to that address.
         answers_only = f'iifname "{DEVICE}" ct state new drop'
         table = "table ip stormtorch"
         return f"""{table}

@@ -1,4 +1,4 @@
-"""Further paths between the lab's hosts, beside the first: each is a bridge with conditions of its own."""
+"""Multipath: further paths between the lab's hosts, each a bridge with its own conditions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,25 +14,25 @@ MOST_PATHS = 4
 
 
 def check_paths(paths: object, conditions: Conditions) -> int:
-    """Number of paths, if the conditions leave room for so many."""
+    """Returns the number of paths if the conditions allow it; raises `BadCondition` otherwise."""
     if isinstance(paths, bool) or not isinstance(paths, int) or not 1 <= paths <= MOST_PATHS:
         raise BadCondition("paths", f"must lie in [1, {MOST_PATHS}], got {paths!r}")
     if paths == 1:
         return paths
     if conditions.cable is not None:
-        raise BadCondition("cable", "is one path: leave out one of cable and paths")
+        raise BadCondition("cable", "has one path: leave out one of cable and paths")
     if conditions.nat:
-        raise BadCondition("nat", "has routers for one path: leave out one of nat and paths")
+        raise BadCondition("nat", "works with one path only: leave out one of nat and paths")
     _check(conditions)
     return paths
 
 
 def _check(conditions: Conditions) -> None:
     if conditions.timed:
-        raise BadCondition("burst", "must count packets where there are several paths")
+        raise BadCondition("burst", "must be in packets, not in time, if there are several paths")
     if conditions.delayed and (conditions.delays or not has_netem()):
         raise BadCondition(
-            "delay", "needs netem in the kernel, and the same for all links, where there are several paths"
+            "delay", "needs netem in the kernel, and must be the same for all links, if there are several paths"
         )
 
 

@@ -25,7 +25,7 @@ from stormtorch_lab.netns.measured import AccessLinkCount, LinkCount
 from stormtorch_lab.netns.namespaces import Holder
 
 _TUN = "/dev/net/tun"
-# Packets that the kernel keeps for the relay while the relay waits for a core.
+# Packets that the kernel queues while the relay waits for a processor.
 _QUEUE_PACKETS = 4096
 
 
@@ -119,7 +119,7 @@ class RelayNetwork:
         return json.loads(self._send_command("stats"))
 
     def _set(self, what: str, value: str) -> None:
-        """Sends a setting only if it has changed: setting a link again would restart its trace of losses."""
+        """Sends a setting only if it changed: setting a link again would restart its loss trace."""
         if self._before.get(what) != value:
             self._send_command(f"{what} {value}")
             self._before[what] = value
@@ -137,12 +137,12 @@ class RelayNetwork:
             raise LabError(f"the relay has ended with status {self._process.poll()}")
         kind, _, rest = answer.strip().partition(" ")
         if kind == "error":
-            raise LabError(f"the relay refuses {command[:80]!r}: {rest}")
+            raise LabError(f"the relay rejects {command[:80]!r}: {rest}")
         return answer
 
 
 def _need(conditions: Conditions) -> str:
-    """Says why there must be a relay."""
+    """Reason why a relay is needed."""
     return "burst by time needs" if conditions.timed else "delay, as this kernel has no netem, needs"
 
 

@@ -1,1 +1,1 @@
-"""Which chunks arrive: loss models of many links at once, parity, and repair."""
+"""Arrival masks of chunks: loss models of many links at once, forward error correction, and retransmission."""

@@ -1,8 +1,8 @@
-"""Arrival masks of messages with parity: which chunks arrive or come back from what else has arrived.
+"""Arrival masks under forward error correction: which chunks arrive, or are recovered by parity.
 
-Every stretch of a message has its data chunks and, after them, its parity chunks; the same network loses both. They are
-those of `theory.redundancy`, as in the engine. W workers, S shards, T stretches of all shards, C data chunks, P places
-of data and parity chunks, B workers of a block of rows.
+Every stretch of a message is its data chunks followed by its parity chunks, both subject to loss. The stretches are
+those of `theory.redundancy`, as in the engine. W workers, S shards, T stretches of all shards, C data chunks, P
+positions of data and parity chunks, B workers of a block of rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stormtorch.network.loss import LossModel
 from stormtorch_lab.simulation.arrivals.loss_chains import ShardLayout
 from stormtorch_lab.simulation.arrivals.masks import Masks
 
-# Places to count at a time.
+# Positions to count at a time.
 _POSITIONS_AT_ONCE = 1 << 24
 
 
@@ -34,27 +34,27 @@ class Counts:
     parity: int
     """Datagrams with parity that all workers sent together."""
     recovered: Tensor
-    """Data chunks that were lost and came back."""
+    """Lost data chunks that were recovered."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The messages that go to, or come from, each shard's owner."""
+    """The messages to or from each shard's owner."""
 
     sent_P: Tensor
-    """Whether each place is sent: a shard has places for the most parity that it can have."""
+    """Whether each position is sent: a shard has positions for its largest possible parity."""
     parity_S: Tensor
     """Parity chunks of each message."""
 
 
 class CodedMasks:
-    """Draws which chunks arrive, exchange after exchange, where messages may have parity.
+    """Draws which chunks arrive, exchange after exchange, if messages may have parity.
 
     Args:
         network: The loss model.
         workers: Number of workers, W.
         owner_C: Owner of each data chunk, int64 and ascending.
-        seed: Seed.
+        seed: Random seed.
         device: Device of the masks.
         most: Most parity chunks for each data chunk.
     """
@@ -81,7 +81,7 @@ class CodedMasks:
         return self._owner_C
 
     def up(self, owner_C: Tensor | None = None, redundancy_W: Sequence[float] | None = None) -> Tensor:
-        """Draws stage 1, bool (W, C): whether the owner of chunk c has that of worker w in the end.
+        """Draws stage 1, bool (W, C): whether the owner of chunk c receives or recovers that of worker w.
 
         Args:
             owner_C: Owner of each chunk in this exchange only.
@@ -111,7 +111,7 @@ class CodedMasks:
         return arrived_WC
 
     def down(self, owner_C: Tensor | None = None, redundancy_W: Sequence[float] | None = None) -> Tensor:
-        """Draws stage 2, bool (W, C): whether worker w has chunk c of its owner in the end; see `up`."""
+        """Draws stage 2, bool (W, C): whether worker w receives or recovers chunk c from its owner; see `up`."""
         owner_S = self._owner_S if owner_C is None else owner_C.cpu()[self._first_S]
         wanted = redundancy_W or [0.0] * self.workers
         layout = self._layout([wanted[owner] for owner in owner_S.tolist()])
@@ -125,7 +125,7 @@ class CodedMasks:
         return arrived_WC
 
     def retransmitted(self, missing_WC: Tensor, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
-        """Draws a repair; see `Masks.retransmitted`. Nothing of it is parity."""
+        """Draws retransmissions, without parity; see `Masks.retransmitted`."""
         missing_WP = torch.zeros(self.workers, len(self._nth_P), dtype=torch.bool, device=self.device)
         missing_WP[:, self._data_C] = missing_WC
         return self._masks.retransmitted(missing_WP, up=up, owner_C=self._relabelled(owner_C))[:, self._data_C]
@@ -145,7 +145,7 @@ class CodedMasks:
         return None if owner_C is None else self._at_positions(owner_C.cpu()[self._first_S])
 
     def _lay_out(self, most: float) -> None:
-        """Gives each shard places for its data and for as much parity as it can have, in the order of sending."""
+        """Gives each shard positions for its data and its largest possible parity, in the order of sending."""
         stretches_S = [theory.stretches_of(size) for size in self._size_S]
         # Shard and size of the first block of each stretch, and how many blocks it has.
         self._stretches = [(s, blocks[0], len(blocks)) for s, cut in enumerate(stretches_S) for blocks in cut]
@@ -164,15 +164,15 @@ class CodedMasks:
             positions_S[shard] += positions_T[-1]
         self._positions_S = torch.tensor(positions_S)
         self._nth_P = torch.cat(parity_of_position)
-        """Number of each place among the parity chunks of its block; negative for data."""
+        """Index of each position among the parity chunks of its block; negative for data."""
         self._stretch_P = torch.arange(len(positions_T)).repeat_interleave(torch.tensor(positions_T))
         self._data_C = (self._nth_P < 0).nonzero().flatten().to(self.device)
         self._block_P = torch.cat(block_of_position).to(self.device)
         self._needed = torch.tensor(needed, device=self.device)
-        """Data chunks of each block: as many arrivals give back all of it."""
+        """Data chunks of each block: that many arrivals recover the block."""
 
     def _layout(self, redundancy_S: Sequence[float]) -> _Layout:
-        """Returns which places are sent where the messages of shards have these redundancies."""
+        """Returns which positions are sent if the messages of the shards have these redundancies."""
         parity_T = tuple(theory.block_parity(redundancy_S[shard], size) for shard, size, _ in self._stretches)
         found = self._layouts.get(parity_T)
         if found is not None:
@@ -187,7 +187,7 @@ class CodedMasks:
         return found
 
     def _recovered(self, arrived_BP: Tensor, layout: _Layout) -> Tensor:
-        """Returns which data chunks (B, C) are there once every block with enough arrivals is complete."""
+        """Returns which data chunks (B, C) are received or recovered: blocks with enough arrivals are complete."""
         received_BP = (arrived_BP & layout.sent_P).float()
         received = torch.zeros(len(received_BP), len(self._needed), device=self.device).index_add_(
             1, self._block_P, received_BP

@@ -1,7 +1,7 @@
-"""Draws which datagrams of many links are lost, all at once on one device.
+"""Loss models of many links (Gilbert-Elliott chains, traces), drawn at once on one device.
 
 The models are those of the engine's `faults.cpp`, with its meaning of `burst` and of a trace's start, but with other
-random numbers. B workers of a block, S shards, C chunks; a column of C is a place in the order of sending.
+random numbers. B workers of a block, S shards, C chunks; a column of C is a position in the order of sending.
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ def random_bits(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """Returns the threshold that `random_bits` are below with probability p."""
+    """Returns the threshold below which `random_bits` are with probability p."""
     return min(round(p * _SPAN) + _LEAST, -_LEAST - 1)
 
 
 def thresholds(p: Tensor) -> Tensor:
-    """Returns the thresholds that `random_bits` are below with the probabilities p, in float64."""
+    """Returns the thresholds below which `random_bits` are with the probabilities p, in float64."""
     return (p * _SPAN).round_().add_(_LEAST).clamp_(max=-_LEAST - 1).to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """The beginnings and ends of messages in a row of chunks."""
+    """The bounds of messages in a row of chunks."""
 
     shard_C: Tensor
     """Shard of each chunk, from 0."""
@@ -47,7 +47,7 @@ class ShardLayout:
     size_S: Tensor
     """Number of chunks in each shard, at least 1."""
     position_C: Tensor
-    """Place of each chunk in its shard."""
+    """Position of each chunk in its shard."""
 
     @classmethod
     def of(cls, owner_C: Tensor) -> "ShardLayout":
@@ -60,9 +60,9 @@ class ShardLayout:
         return cls(shard_C, first_S, size_S, position_C)
 
     def rotated(self, rotation_S: Tensor, *, back: bool = False) -> Tensor:
-        """Returns the chunk at each place if each shard is sent from its chunk `rotation_S` on.
+        """Returns the chunk at each position if each shard is sent from its chunk `rotation_S` on.
 
-        With `back`, returns the place of each chunk instead.
+        With `back`, returns the position of each chunk instead.
         """
         rotation_C = rotation_S[self.shard_C]
         shifted = self.position_C - rotation_C if back else self.position_C + rotation_C
@@ -72,7 +72,7 @@ class ShardLayout:
 class Chains:
     """Chains with two states, good and bad, one per entry of a matrix. A datagram sent in the bad state is lost.
 
-    Each step draws a random number. A low one sets the state to bad and a high one to good, whatever it was. One in
+    Each step draws a random number. A low one sets the state to bad and a high one to good. One in
     between keeps the state, or flips it in a chain that changes more often than chance. So the state depends only on
     the last number that set it and on the flips since, and is found without going step by step. Where no number lies in
     between, steps are independent.
@@ -88,20 +88,20 @@ class Chains:
         self._may_flip = bool(self._flips.any())
         self._alike = bool(((p == p[0, 0]) & (burst == burst[0, 0])).all())
         self.only_p = float(p[0, 0]) if self._alike and self.independent else None
-        """Loss of all links, if they are alike and have no memory; otherwise None."""
+        """Loss rate of all links, if equal and without memory; otherwise None."""
         self._generator = generator
         self.bad = random_bits(tuple(p.shape), generator) < thresholds(p)
-        """State for the next datagram; at first bad with probability p, as at any time."""
+        """State for the next datagram; initially bad with probability p, the stationary probability."""
 
     def lost(self, rows: slice, columns_S: Tensor, shards: ShardLayout, *, up: bool, sent_BC: Tensor | None) -> Tensor:
-        """Returns what the next messages lose, (B, C) in the order of sending, and moves the chains on.
+        """Returns which chunks of the next messages are lost, (B, C) in the order of sending, and advances the chains.
 
         Args:
             rows: Workers of the block: sources on the way up, targets on the way down.
             columns_S: The other end of each shard's links.
             shards: The messages.
             up: Whether the rows send.
-            sent_BC: Whether each place is sent at all; None sends everything.
+            sent_BC: Whether each position is sent; None sends all.
         """
         was_bad_BS = _part(self.bad, rows, columns_S, up)
         chunks = shards.shard_C.numel()
@@ -113,14 +113,14 @@ class Chains:
         del bits_BC
         first_S, last_S = shards.first_S, shards.first_S + shards.size_S - 1
         if sent_BC is not None:
-            # Only datagrams that are sent move a chain on: after a place that is left out, nothing happens.
+            # Only sent datagrams advance a chain: a skipped position has no effect.
             before = torch.arange(-1, chunks - 1, device=sent_BC.device)
             before[first_S] = last_S
             moves_BC = sent_BC.index_select(1, before)
             bad_BC &= moves_BC
             good_BC &= moves_BC
-        # Column c moves the chain from place c - 1 to c. At the first place of a message nothing moves: the chain keeps
-        # its state there, and the number of that column moves it on after the last place.
+        # Column c advances the chain from position c - 1 to c. At the first position of a message the chain keeps its
+        # state; the number of that column advances it after the last position.
         set_BC = bad_BC | good_BC
         end_bad, end_good = bad_BC.index_select(1, first_S), good_BC.index_select(1, first_S)
         end_flip = torch.zeros_like(end_bad)
@@ -153,7 +153,7 @@ class Chains:
 
 
 class Traces:
-    """Recorded losses of many links, each replayed in a loop from a place of its own."""
+    """Recorded losses of many links, each replayed in a loop from its own position."""
 
     def __init__(self, traces: Sequence[Trace], which: Tensor, generator: torch.Generator) -> None:
         """Draws where each link's trace begins. `which` is the number of each link's trace, -1 for none."""
@@ -167,10 +167,10 @@ class Traces:
         self._first, self._size = first[at].int(), size[at].int()
         at_random = torch.rand(which.shape, dtype=torch.float64, device=device, generator=generator)
         self.next = (at_random * self._size).int()
-        """Place of each link's next datagram in its trace."""
+        """Position of each link's next datagram in its trace."""
 
     def lost(self, rows: slice, columns_S: Tensor, shards: ShardLayout, *, up: bool, sent_BC: Tensor | None) -> Tensor:
-        """Returns what the next messages lose, as `Chains.lost` does. Values of links without a trace mean nothing."""
+        """Returns the losses of the next messages, as `Chains.lost` does; undefined for links without a trace."""
         first_BS, size_BS, next_BS = (_part(each, rows, columns_S, up) for each in (self._first, self._size, self.next))
         if sent_BC is None:
             position_BC = shards.position_C.int().expand(next_BS.shape[0], -1)

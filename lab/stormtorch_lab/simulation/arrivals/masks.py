@@ -4,9 +4,9 @@
     up_WC = masks.up()      # the gradients: chunk c of worker w, on its way to the owner of c
     down_WC = masks.down()  # the parameters: chunk c on its way from its owner to worker w
 
-As in the engine, each link (source, target) has a state of its own that continues from exchange to exchange, and every
-exchange sends a message from another first chunk on, so that bursts begin anywhere. What a worker sends to itself
-always arrives. W workers, C chunks, S shards, B workers of a block.
+As in the engine, each link (source, target) has its own state that continues from exchange to exchange, and every
+exchange sends a message from another first chunk on, so that bursts begin anywhere. A worker's chunks to itself always
+arrive. W workers, C chunks, S shards, B workers of a block.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ class Masks:
         network: The loss model.
         workers: Number of workers, W.
         owner_C: Owner of each chunk, int64 and ascending. A worker may own nothing.
-        seed: Seed; the same one gives the same masks on the same kind of device.
+        seed: Random seed; the same seed gives the same masks on the same kind of device.
         device: Device of the masks.
     """
 
@@ -61,7 +61,7 @@ class Masks:
         if self._slow is not None and isinstance(self._slow.part_s, tuple) and len(self._slow.part_s) != workers:
             raise ValueError(f"part_s must have one number for each of {workers} workers, got {self._slow.part_s}")
         self.deadline_s: float | None = None
-        """Seconds after which a `SlowBackward` is cut off in exchanges to come; None never cuts it off."""
+        """Deadline in seconds of a `SlowBackward` in future exchanges; None has no deadline."""
         reached = in_time(network)
         if has_timed_bursts(reached):
             raise ValueError("network must have bursts of packets (GilbertElliott): virtual workers have no clock")
@@ -83,22 +83,22 @@ class Masks:
     def up(self, owner_C: Tensor | None = None, sent_WC: Tensor | None = None) -> Tensor:
         """Draws stage 1, bool (W, C): whether chunk c of worker w has reached the owner of c.
 
-        An `owner_C` given here holds for this exchange only: the same shards with other, distinct owners. Where not all
-        chunks travel, `sent_WC` says which do; what is drawn for the others means nothing.
+        An `owner_C` given here holds for this exchange only: the same shards with other, distinct owners. `sent_WC`
+        selects the chunks that are sent; values of the others are undefined.
         """
         return self._exchange(owner_C, True, sent_WC)
 
     def down(self, owner_C: Tensor | None = None, sent_WC: Tensor | None = None) -> Tensor:
-        """Draws stage 2, bool (W, C): whether chunk c has reached worker w from its owner; for the rest see `up`.
+        """Draws stage 2, bool (W, C): whether chunk c has reached worker w from its owner; see also `up`.
 
         All workers are sent the same chunks.
         """
         return self._exchange(owner_C, False, sent_WC)
 
     def retransmitted(self, missing_WC: Tensor, *, up: bool, owner_C: Tensor | None = None) -> Tensor:
-        """Draws a repair, which sends missing chunks again on the same links: returns those that arrive by it.
+        """Draws retransmissions of missing chunks on the same links; returns those that arrive.
 
-        A repair goes to one receiver and waits for late ones, so that receivers share no losses and no rank is late.
+        A retransmission has one receiver and no deadline, so losses are not shared and no rank is late.
         """
         expected = (self.workers, self._owner_C.numel())
         if missing_WC.dtype != torch.bool or tuple(missing_WC.shape) != expected:
@@ -120,7 +120,7 @@ class Masks:
         """Continues from the `state` of masks of the same network, workers, owners and kind of device."""
         mine = self.state_dict()
         if state.keys() != mine.keys() or any(state[key].shape != mine[key].shape for key in mine):
-            raise ValueError("these masks are of another network, or of another number of workers")
+            raise ValueError("the state belongs to masks of another network, or of another number of workers")
         self._generator.set_state(state["generator"].cpu())
         if self._chains is not None:
             self._chains.bad.copy_(state["bad"])
@@ -161,7 +161,7 @@ class Masks:
             for each, values in zip((which, p, burst), zip(*rows, strict=True), strict=False):
                 each.view(-1)[at] = torch.tensor(values, dtype=each.dtype)
         for each in (which, p, burst):
-            # No worker sends to itself over a link. Any real link's value on the diagonal keeps all links alike.
+            # The diagonal is not used. A real link's value there keeps all links equal.
             each.fill_diagonal_(each.flatten()[-2:].tolist()[0])
         chains = None if bool((which >= 0).all()) else Chains(p.to(self.device), burst.to(self.device), self._generator)
         replay = Traces(list(traces), which.to(self.device), self._generator) if bool((which >= 0).any()) else None
@@ -214,7 +214,7 @@ class Masks:
         return arrived_WC
 
     def _truncate_backward(self, late: Stragglers, arrived_WC: Tensor) -> None:
-        """Marks gradients that late workers have not computed at the deadline as lost, their own ones, too."""
+        """Marks gradients that late workers have not computed by the deadline as lost, also for themselves."""
         late_W = random_bits((self.workers,), self._generator) < threshold(late.chance)
         part_W = torch.rand(self.workers, device=self.device, generator=self._generator)
         if late.delivered is not None:
@@ -223,7 +223,7 @@ class Masks:
         arrived_WC &= torch.arange(arrived_WC.shape[1], device=self.device) >= first_W.unsqueeze(-1)
 
     def _truncate_slow(self, slow: SlowBackward, deadline_s: float, arrived_WC: Tensor) -> None:
-        """Marks gradients as lost that workers have not computed at a deadline of so many seconds."""
+        """Marks gradients as lost that workers have not computed by the deadline."""
         part_s = torch.tensor(slow.part_s, dtype=torch.float64, device=self.device)
         done_W = torch.poisson((deadline_s / part_s).expand(self.workers), generator=self._generator)
         part_C = torch.arange(arrived_WC.shape[1], device=self.device) * slow.parts // arrived_WC.shape[1]
@@ -232,7 +232,7 @@ class Masks:
     def _truncate_late(
         self, late: Stragglers, arrived_WC: Tensor, position_C: Tensor, owner_S: Tensor, up: bool
     ) -> None:
-        """Marks what late senders sent last as lost."""
+        """Marks the last chunks of late senders as lost."""
         shards = self._shards
         is_late_W = random_bits((self.workers,), self._generator) < threshold(late.chance)
         drawn_2W = torch.rand(2, self.workers, device=self.device, generator=self._generator)
@@ -249,7 +249,7 @@ class Masks:
             arrived_WC[worker] &= nth_C < in_time_WS[worker, shards.shard_C]
 
     def _lost(self, rows: slice, owner_S: Tensor, up: bool, sent_BC: Tensor | None) -> Tensor:
-        """Returns what is lost, (B, C) in the order of sending."""
+        """Returns which chunks are lost, (B, C) in the order of sending."""
         if self._traces is None:
             assert self._chains is not None
             return self._chains.lost(rows, owner_S, self._shards, up=up, sent_BC=sent_BC)

@@ -1,4 +1,4 @@
-"""Repairs messages of virtual workers until at most their budget is missing."""
+"""Retransmission between virtual workers: repairs messages until at most their budget is missing."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,12 +15,12 @@ _PATIENCE = 10_000
 
 
 class Repaired(NamedTuple):
-    """What has arrived at the end of a stage, and what that took beyond the first pass."""
+    """Received chunks at the end of a stage, and the retransmissions that it took."""
 
     arrived_WC: Tensor
     """Which chunks have arrived."""
     retransmitted: int
-    """Chunks that all workers together sent again."""
+    """Number of retransmitted chunks, over all workers."""
 
 
 def arrived(
@@ -34,9 +34,9 @@ def arrived(
     """Returns which chunks (W, C) have arrived once at most the budget of each message is missing.
 
     Args:
-        masks: Draws what the network loses.
-        reliability: Reliability of this exchange; an exact one draws nothing, and counts nothing as sent again.
-        up: Whether chunks go to their owners; otherwise they come from them.
+        masks: Draws the losses of the network.
+        reliability: Reliability of this exchange; an exact one draws no losses, and counts no retransmissions.
+        up: Whether chunks are sent to their owners; otherwise by them.
         owner_C: Owner of each chunk in this exchange only; None is that of the masks.
         redundancy_W: Parity chunks that each worker sends for each data chunk; None sends none.
 
@@ -67,6 +67,6 @@ def arrived(
         fruitless = 0 if bool(received_WC.any()) else fruitless + 1
         arrived_WC |= received_WC
     raise ValueError(
-        f"budget of {reliability.budget:g} cannot be met: the network loses all that some link carries, however often "
-        "it is sent again; a budget of 1 sends nothing again"
+        f"budget of {reliability.budget:g} cannot be met: some link loses all packets, retransmissions included; "
+        "a budget of 1 sends no retransmissions"
     )

@@ -1,4 +1,4 @@
-"""A model's parameters as one vector of chunks. A chunk arrives or is lost as a whole; each worker owns some."""
+"""A model's parameters as one vector of chunks. A chunk is received or lost as a whole; each worker owns some."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-# Every parameter begins at a multiple of this, as a tensor of its own would: 64 bytes.
+# Alignment of every parameter, as of a separate tensor: 64 bytes.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The places of parameters in C chunks of E elements each. The end of the last chunk is padding.
+    """The layout of parameters in C chunks of E elements each. The end of the last chunk is padding.
 
     Shards are whole chunks here. On real ranks, shards have nearly equal sizes and the last chunk of each is shorter.
     """
@@ -33,7 +33,7 @@ class Chunks:
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter], workers: int, per_chunk: int) -> Chunks:
-        """Divides a model's parameters into chunks, and the chunks among workers."""
+        """Partitions a model's parameters into chunks, and the chunks among workers."""
         firsts, end = [], 0
         for parameter in parameters:
             firsts.append(end)
@@ -52,7 +52,7 @@ class Chunks:
         ]
 
     def choose(self, count: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws some elements of the parameters: returns the chunk of each, and its place there. None is padding."""
+        """Draws some elements of the parameters: returns chunk and offset in the chunk of each; never padding."""
         sizes = torch.tensor([math.prod(shape) for shape in self.shapes])
         ends = sizes.cumsum(0)
         nth_S = torch.randint(int(ends[-1]), (count,), generator=random)

@@ -1,4 +1,4 @@
-"""Personal parameters of virtual workers: each worker has values, gradients and an optimizer of its own for them."""
+"""Personal parameters of virtual workers: each worker has its own values, gradients and optimizer for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from stormtorch_lab.simulation.parameters.chunks import Chunks
 
-# Nothing of it travels, so that a chunk can have any size: the least has no padding but that between parameters.
+# Never exchanged, so a chunk can have any size: the smallest has padding only between parameters.
 _PER_CHUNK = 16
 
 
@@ -18,27 +18,27 @@ class Personal:
     """The personal parameters of this process's workers; there may be none.
 
     Args:
-        parameters: Personal parameters that are trained, with the values with which all workers begin.
+        parameters: Trained personal parameters, with the initial values of all workers.
         workers: Number of workers of this process, W.
         device: Device of all tensors.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], workers: int, device: torch.device) -> None:
         self.chunks = Chunks.of(parameters, 1, _PER_CHUNK)
-        """Places of the parameters in a worker's vector."""
+        """Layout of the parameters in a worker's vector."""
         self.values = self.chunks.empty(workers, device=device)
         """Values of all workers, (W, C, E)."""
         self.grads = self.chunks.empty(workers, device=device)
         """Gradients of all workers, (W, C, E)."""
         self.used = torch.zeros(workers, len(parameters), dtype=torch.bool)
-        """Whether each worker's loss depended on each parameter; otherwise its optimizer leaves that alone."""
+        """Whether each worker's loss depended on each parameter; otherwise its optimizer skips it."""
         self._own: list[list[nn.Parameter]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         """One optimizer for each worker; none if there are no parameters."""
         self.begin(parameters)
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gives all workers the values of some parameters, and no optimizer."""
+        """Sets the values of all workers to those of some parameters, and removes the optimizers."""
         for stacked, parameter in zip(self.chunks.views(self.values), parameters, strict=True):
             stacked.copy_(parameter.detach().expand_as(stacked))
         self._own, self.optimizers = [], []
@@ -55,7 +55,7 @@ class Personal:
             self.optimizers.append(make(own))
 
     def step(self, works_W: torch.Tensor, clip: float | None) -> None:
-        """Moves the parameters of those workers that make a step, each clipped by the norm of its own gradients."""
+        """Makes a step of the given workers, each clipped by the norm of its own gradients."""
         if clip is not None:
             norm_W = torch.linalg.vector_norm(self.grads, dim=(1, 2))
             self.grads.mul_((clip / (norm_W + 1e-6)).clamp(max=1.0).view(-1, 1, 1))

@@ -1,4 +1,4 @@
-"""Replicas without copies: a stale chunk has the value of some earlier broadcast, so its age is enough to know it."""
+"""Stale replicas without stored copies: the age of a chunk identifies its value among the earlier broadcasts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from stormtorch.policies import rules
 from stormtorch.policies.policy import applied
 from stormtorch_lab.simulation.parameters.chunks import Chunks
 
-# Broadcasts to remember at first; `reserve_versions` doubles that when a copy grows too old for it.
+# Initial number of stored broadcasts; `reserve_versions` doubles it when a copy grows too old.
 _VERSIONS_AT_FIRST = 4
 MOST_VERSIONS = 120
-"""Age at which a copy is fetched exactly, whatever the policy says."""
+"""Age at which a copy is fetched exactly, under any policy."""
 
 
 class Replicas:
-    """The owners' parameters, what they sent in the last steps, and the ages of each worker's copies.
+    """The owners' parameters, their recent broadcasts, and the age of each worker's copies.
 
     Args:
-        chunks: Places of parameters, and owners of chunks.
+        chunks: Layout of parameters, and owners of chunks.
         first: First worker that this process simulates.
         last: Worker after the last one.
         device: Device of all tensors.
@@ -34,28 +34,28 @@ class Replicas:
         self.ages = torch.zeros(last - first, chunks.count, dtype=torch.uint8, device=device)
         """Age of each worker's copies, in steps."""
         self.own = chunks.owner_C.to(device) == torch.arange(first, last, device=device).unsqueeze(1)
-        """Whether a worker owns each chunk, so that it has no copy of it."""
+        """Whether a worker owns each chunk, and so has no copy of it."""
         self._rows_C = torch.arange(chunks.count, device=device)
         self.steps = 0
         """Number of broadcasts so far."""
 
     @property
     def owned(self) -> torch.Tensor:
-        """Exact parameters of the owners, (C, E). The optimizer writes in place; `reserve_versions` replaces the tensor."""
+        """Exact parameters of the owners, (C, E), updated in place; `reserve_versions` replaces the tensor."""
         return self._versions[-1]
 
     @property
     def versions(self) -> int:
-        """Number of broadcasts that are remembered."""
+        """Number of stored broadcasts."""
         return len(self._versions) - 1
 
     def begin(self) -> None:
-        """Gives all workers the owners' parameters."""
+        """Copies the owners' parameters to all workers."""
         self._versions[: self.versions] = self.owned
         self.ages.zero_()
 
     def reserve_versions(self, oldest: int) -> bool:
-        """Makes room before a broadcast for copies that will be older than `oldest`. Returns whether it had to."""
+        """Before a broadcast, reserves capacity for copies older than `oldest`. Returns whether it had to."""
         if oldest + 2 <= self.versions:
             return False
         enlarged = self._chunks.empty(2 * self.versions + 1, device=self._versions.device)
@@ -67,11 +67,11 @@ class Replicas:
         return True
 
     def next_version(self) -> torch.Tensor:
-        """Returns the memory (C, E) for the next broadcast. It holds a version that no copy has any more."""
+        """Returns the buffer (C, E) of the next broadcast, which held a version that no copy uses any more."""
         return self._versions[(self.steps + 1) % self.versions]
 
     def broadcast(self, arrived_WC: torch.Tensor) -> None:
-        """Broadcasts what is in `next_version`, of which some arrives."""
+        """Broadcasts `next_version`, of which some chunks arrive."""
         self.steps += 1
         rules.advance_ages(self.ages, arrived_WC)
 
@@ -104,10 +104,10 @@ class Replicas:
 
 
 class Copies(Replicas):
-    """Replicas with stored copies, for policies whose `accept` makes more of a broadcast than a stale or a new copy.
+    """Replicas with stored copies, for policies whose `accept` yields values other than stale or new ones.
 
     Args:
-        chunks: Places of parameters, and owners of chunks.
+        chunks: Layout of parameters, and owners of chunks.
         first: First worker that this process simulates.
         last: Worker after the last one.
         device: Device of all tensors.
@@ -127,16 +127,16 @@ class Copies(Replicas):
         self._accept = accept
 
     def begin(self) -> None:
-        """Gives all workers the owners' parameters."""
+        """Copies the owners' parameters to all workers."""
         super().begin()
         self._copies.copy_(self.owned.expand_as(self._copies))
 
     def broadcast(self, arrived_WC: torch.Tensor) -> None:
-        """Broadcasts what is in `next_version`; every worker accepts what arrives."""
+        """Broadcasts `next_version`; every worker accepts the received chunks."""
         broadcast_CE = self.next_version()
         super().broadcast(arrived_WC)
         for own_CE, arrived_C in zip(self._copies, arrived_WC, strict=True):
-            # A copy, in which what was lost is no number: a policy that uses it shows that at once.
+            # A copy with NaN for lost chunks, so that a policy that wrongly uses them fails visibly.
             seen_CE = broadcast_CE.masked_fill(~arrived_C.unsqueeze(-1), torch.nan)
             own_CE.copy_(applied(self._accept, own_CE, seen_CE, arrived_C.unsqueeze(-1)))
 

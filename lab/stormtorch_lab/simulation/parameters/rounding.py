@@ -2,7 +2,7 @@
 
 Each block of neighbours of a chunk has a grid between its least and its largest value, shifted at random by up to half
 a step: rounding to the nearest point is unbiased. The shifts depend only on the seed, the sender and the
-block, so that all processes draw the same. C chunks, E elements.
+block, so that all processes draw the same ones. C chunks, E elements.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ def round_to_grids_(values: torch.Tensor, grids: Grids, *, seed: tuple[int, ...]
 
 
 def _random_parts(seed: tuple[int, ...], first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Returns numbers in [0, 1), those of places `first`, `first` + 1, ... of the sequence of a seed."""
+    """Returns numbers in [0, 1): elements `first`, `first` + 1, ... of the sequence of a seed."""
     begin = int.from_bytes(hashlib.blake2b(repr(seed).encode(), digest_size=8).digest(), "little", signed=True)
     x = torch.arange(first, first + count, device=device).mul_(_odd(0x9E3779B97F4A7C15)).add_(begin)
     x = (x ^ _shifted(x, 30)).mul_(_odd(0xBF58476D1CE4E5B9))
@@ -46,7 +46,7 @@ def _random_parts(seed: tuple[int, ...], first: int, count: int, device: torch.d
 
 
 def _odd(number: int) -> int:
-    """The same 64 bits as torch takes them, with a sign."""
+    """The same 64 bits as a signed integer, for torch."""
     return number - 2**64 if number >= 2**63 else number
 
 

@@ -1,1 +1,1 @@
-"""Chaos: a training on the hosts of a lab, whose processes and links fail by a seeded schedule, and a verdict."""
+"""Chaos tests: a training in a lab under a seeded schedule of process and network faults, with invariants checked."""

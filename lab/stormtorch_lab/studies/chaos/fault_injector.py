@@ -1,4 +1,4 @@
-"""Processes of a training on a lab's hosts, and hands that hurt them: what a fault does when it begins and ends."""
+"""Fault injection: starts and restarts the processes of a training in a lab, and applies and ends faults."""
 
 import contextlib
 import json
@@ -19,22 +19,22 @@ from stormtorch_lab.studies.chaos.timeline import InjectedFault, ProcessExit
 from stormtorch_lab.studies.chaos.worker import STOP, STORE_HOST, STORE_PORT
 
 WORKER = (sys.executable, "-m", "stormtorch_lab.studies.chaos.worker")
-"""First words of the command of every process."""
-# A process that was asked to leave and has not done so within this time is killed, which counts as its failure.
+"""Command prefix of every process."""
+# A process that has not left this many seconds after SIGTERM is killed, which counts as its failure.
 LEAVE_S = 10.0
-# A process that ended by itself is started again after this time, and then after twice as long each time.
+# Seconds until a process that exited by itself is restarted; doubled each time.
 _RESTART_S = (1.0, 16.0)
 
 
 class FaultInjector:
-    """One training, from the start of its processes to their end.
+    """One training with fault injection, from the start of its processes to their end.
 
     Args:
         lab: Lab with a host for each process.
         settings: Settings of the run.
         folder: Folder for the logs, which must be empty.
         pace_s: Shortest time of a step.
-        command: First words of the command of every process. It takes the options of worker.py, and writes its logs.
+        command: Command prefix of every process; accepts the options of worker.py and writes the same logs.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FaultInjector:
         self.struck: list[InjectedFault] = []
         """Faults that have ended."""
         self.ended: list[ProcessExit] = []
-        """Processes that ended by themselves."""
+        """Exits of processes that were not caused by a fault."""
         self._lab = lab
         self._settings = settings
         self._folder = folder
@@ -65,7 +65,7 @@ class FaultInjector:
         self._active: dict[Fault, float] = {}
 
     def open_store(self) -> None:
-        """Starts the store in which the processes meet, and waits until it serves."""
+        """Starts the store of the rendezvous, and waits until it serves."""
         store = "stormtorch_lab.studies.chaos.store"
         words = [sys.executable, "-m", store, self._lab.address(STORE_HOST), str(STORE_PORT)]
         self._store = self._lab.start(STORE_HOST, words, stdout=subprocess.PIPE)
@@ -76,7 +76,7 @@ class FaultInjector:
     # --- processes ----------------------------------------------------------------------------------------------------
 
     def start(self, host: int) -> None:
-        """Starts the process of a host: always by the same command."""
+        """Starts the process of a host, always by the same command."""
         given = {
             "host": host,
             "hosts": self._settings.hosts,
@@ -102,16 +102,16 @@ class FaultInjector:
         return host in self._processes and self._processes[host].poll() is None
 
     def history(self) -> History:
-        """All that the processes have written so far."""
+        """History of all processes so far, from their logs."""
         return self._reader.read()
 
     def last_output_line(self, host: int) -> str:
-        """Last line of what the processes of a host have printed."""
+        """Last output line of a host's processes."""
         lines = (self._folder / f"h{host}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else "it printed nothing"
 
     def restart_exited(self, now: float) -> None:
-        """Notes processes that have ended by themselves and starts them again; kills those that do not leave."""
+        """Records and restarts processes that exited by themselves; kills those that do not leave in time."""
         for host, process in list(self._processes.items()):
             status = process.poll()
             if host in self._leaving:
@@ -135,7 +135,7 @@ class FaultInjector:
                 self.start(host)
 
     def announce_end(self, decay_at: int, stop_at: int) -> None:
-        """Tells all processes when to end."""
+        """Announces the last step to all processes."""
         path = self._folder / STOP
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps({"decay_at": decay_at, "stop_at": stop_at}), encoding="utf-8")
@@ -160,11 +160,11 @@ class FaultInjector:
 
     @property
     def active(self) -> dict[Fault, float]:
-        """Faults that hold now, and when each began."""
+        """Active faults, and when each began."""
         return dict(self._active)
 
     def begin(self, fault: Fault) -> None:
-        """Lets a fault begin."""
+        """Applies a fault."""
         self._active[fault] = time.monotonic()
         if fault.kind == "join":
             self._wait_for_exit(fault.hosts[0])
@@ -181,7 +181,7 @@ class FaultInjector:
             self._set_network()
 
     def end(self, fault: Fault) -> bool:
-        """Ends a fault; False if it must hold on, as a process that should leave has not left yet."""
+        """Ends a fault; False if it must stay active, as a process has not left yet."""
         host = fault.hosts[0] if fault.hosts else -1
         if fault.kind == "leave" and host in self._leaving:
             return False
@@ -213,7 +213,7 @@ class FaultInjector:
             self._lab.signal(self._processes[host], number)
 
     def _wait_for_exit(self, host: int) -> None:
-        """Waits for a process that was killed, or has been leaving for long; kills it if it stays."""
+        """Waits for a process that was killed or is leaving; kills it if it stays."""
         process = self._processes.pop(host, None)
         self._leaving.pop(host, None)
         if process is not None:

@@ -1,6 +1,6 @@
-"""Faults, and the schedule of a run: which one strikes whom, when, and for how long. A pure function of its arguments.
+"""Fault schedule of a chaos run: kind, hosts, time and duration of each fault; a pure function of its arguments.
 
-schedule(hosts=5, minutes=3, seed=1)      # the same list, whenever and wherever it is called
+schedule(hosts=5, minutes=3, seed=1)      # the same list on every call and machine
 """
 
 import math
@@ -13,15 +13,15 @@ from stormtorch_lab.netns.conditions import AccessLink, Conditions, between
 
 KINDS = ("kill", "pause", "cut", "link", "outage", "partition", "storm", "mtu", "join", "leave")
 """Kinds of faults. kill: SIGKILL, then the same command again. pause: SIGSTOP, then SIGCONT. cut: a host is cut off.
-link: a link between two hosts carries nothing, in both directions or in one. outage: all links carry nothing.
-partition: the hosts fall into two sides. storm: half of the packets are lost. mtu: large packets of a host vanish.
-join: a further host joins, and leaves later. leave: SIGTERM, then the same command again."""
+link: a link between two hosts is cut, in both directions or in one. outage: all links are cut.
+partition: the network splits into two sides. storm: half of the packets are lost. mtu: a host's large packets are lost.
+join: an additional host joins, and leaves later. leave: SIGTERM, then the same command again."""
 STORM_LOSS = 0.5
 NARROW_MTU = 1000
-# Seconds between the beginnings of two faults, unless the second has to wait.
+# Seconds between the starts of two faults, unless the second has to wait.
 _GAP_S = (3.0, 9.0)
 _FIRST_S = 3.0
-# Seconds that a fault of each kind lasts, drawn evenly on a logarithmic scale: most are short.
+# Range of the duration of each kind in seconds, log-uniform: most faults are short.
 _LASTS_S = {
     "kill": (0.2, 3.0),
     "pause": (0.5, 15.0),
@@ -34,10 +34,10 @@ _LASTS_S = {
     "join": (15.0, 40.0),
     "leave": (3.0, 15.0),
 }
-# Seconds after its end for which a fault still counts: a process must start, and hosts must be let in again.
+# Seconds after its end for which a fault still counts: a process must start, and hosts must be admitted again.
 _SETTLES_S = {"kill": 12.0, "leave": 12.0, "join": 0.0, "storm": 0.0, "mtu": 0.0}
 _SETTLES_OTHERS_S = 3.0
-# Seconds for which a join counts as a fault; then the further host is one like the others.
+# Seconds for which a join counts as a fault; after them, the new host is like the others.
 _JOIN_COUNTS_S = 8.0
 _MOST_AT_ONCE = 2
 
@@ -50,9 +50,9 @@ class Fault:
     at_s: float
     lasts_s: float
     hosts: tuple[int, ...] = ()
-    """Hosts that it strikes: the training may have to go on without them. None for one that strikes all alike."""
+    """Affected hosts, without which the training may have to go on; empty if all are affected alike."""
     links: tuple[tuple[int, int], ...] = ()
-    """Links (source, target) that carry nothing meanwhile."""
+    """Links (source, target) that are cut meanwhile."""
 
     @property
     def ends_s(self) -> float:
@@ -61,7 +61,7 @@ class Fault:
 
     @property
     def description(self) -> str:
-        """Description for people: "cut h2"."""
+        """Short description: "cut h2"."""
         if self.kind == "link":
             (source, target), *back = self.links
             return f"link h{source}{'-' if back else '>'}h{target}"
@@ -76,17 +76,17 @@ class Fault:
 def schedule(
     *, hosts: int, minutes: float, seed: int, kinds: Sequence[str] = KINDS, spares: int = 1
 ) -> tuple[Fault, ...]:
-    """Draws the faults of a run, in the order in which they begin; all have ended when the time is over.
+    """Draws the faults of a run in order of their start; all end within the time.
 
-    At most two faults hold at once, and they leave a majority of the hosts able to talk; an outage comes alone. Kinds
-    come equally often.
+    At most two faults are active at once, and a quorum of the hosts stays connected; an outage is never combined.
+    All kinds are equally frequent.
 
     Args:
         hosts: Hosts of the training, numbered from 0; at least 3, so that a majority can lose one.
         minutes: Time in which faults begin and end.
-        seed: Seed of all draws.
+        seed: Random seed.
         kinds: Kinds to draw from, of `KINDS`.
-        spares: Further hosts that may join, numbered from `hosts`.
+        spares: Additional hosts that may join, numbered from `hosts`.
     """
     dice = random.Random(f"chaos {seed} {hosts} {minutes:g} {spares} {' '.join(kinds)}")
     end_s = 60.0 * minutes
@@ -96,7 +96,7 @@ def schedule(
     while now_s < end_s:
         if not deck:
             deck = dice.sample(list(kinds), len(kinds))
-        # The first kind that may strike now; the others keep their turn.
+        # The first kind that may begin now; the others stay in the deck.
         for position, kind in enumerate(deck):
             fault = _draw(dice, kind, now_s, hosts, spares, faults)
             if fault is not None and fault.ends_s <= end_s:
@@ -122,7 +122,7 @@ def _draw(
     if len(holding) >= _MOST_AT_ONCE or any(fault.kind in (kind, "outage") for fault in holding):
         return None
     if kind == "join":
-        # One that is there still, or has only just been told to leave.
+        # It has not left yet, or only just.
         taken = {fault.hosts[0] for fault in before if fault.kind == "join" and fault.ends_s + 10.0 > at_s}
         free = [host for host in range(hosts, hosts + spares) if host not in taken]
         return Fault(kind=kind, at_s=at_s, lasts_s=lasts_s, hosts=(free[0],)) if free else None
@@ -155,12 +155,12 @@ def _counts_until(fault: Fault) -> float:
 
 
 def _weight(fault: Fault) -> int:
-    """Number of hosts that a fault may cost: of a link, the training loses one end."""
+    """Number of hosts that the training may lose by a fault; for a link, one of its ends."""
     return 0 if fault.kind in ("join", "storm", "mtu") else 1 if fault.kind == "link" else len(fault.hosts)
 
 
 def network(base: Conditions, active: Iterable[Fault], hosts: int) -> dict[str, Any]:
-    """Changes to a lab of `hosts` hosts that make its network suffer from the active faults, and from no others."""
+    """Conditions of a lab of `hosts` hosts under exactly the active faults, as changes."""
     cut: set[int] = set()
     links: set[tuple[int, int]] = set()
     lines = dict(base.lines)

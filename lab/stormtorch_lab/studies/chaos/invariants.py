@@ -1,4 +1,4 @@
-"""Invariants of a run: what must hold whatever fails. Each function returns what it found wrong, in sentences."""
+"""Invariants of a chaos run, such as agreement on views. Each function returns the violations as sentences."""
 
 import itertools
 import math
@@ -10,19 +10,19 @@ from typing import Any
 from stormtorch_lab.studies.chaos.logs import History, Step
 from stormtorch_lab.studies.chaos.timeline import InjectedFault, ProcessExit, undisturbed_until
 
-# Steps of two ranks so many seconds apart count as made at the same time.
+# Steps of two ranks within this many seconds count as simultaneous.
 _SAME_TIME_S = 1.0
-# Fingerprints of a shard, in their order.
+# Fingerprints of a shard, in order.
 _PRINTS = ("values", "state", "values of the second model", "state of the second model")
-# The first sentences of a check say what is wrong; hundreds more would hide those of the others.
+# Most violations listed per check, so that one check does not hide the others.
 _MOST_PROBLEMS = 20
 MOST_ABOVE = 0.02
-"""Fraction by which the final validation loss may be above that of the undisturbed run."""
+"""Fraction by which the final validation loss may exceed that of the run without faults."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One invariant and what violates it."""
+    """One invariant and its violations."""
 
     name: str
     """Invariant in words."""
@@ -40,7 +40,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """All that is known of a run when it is over."""
+    """All data of a finished run."""
 
     history: History
     struck: Sequence[InjectedFault]
@@ -48,56 +48,56 @@ class Run:
     start_s: float
     """Time at which all hosts trained and the faults began."""
     finish_s: float
-    """Time at which the last fault was over and the end was announced."""
+    """Time at which the last fault had ended and the last step was announced."""
     hosts: int
-    """Hosts that must be there at the end."""
+    """Hosts that must be members at the end."""
     patience_s: float
-    """Time within which the training goes on, and hosts return."""
+    """Time after a fault within which the training must continue and hosts must return."""
     undisturbed: float | None = None
-    """Validation loss of the undisturbed run: NaN if that failed, None if there was none."""
+    """Validation loss of the run without faults: NaN if that failed, None if there was none."""
 
 
 def check_run(run: Run) -> list[Check]:
     """Checks all invariants."""
     history = run.history
     found = {
-        "no hang: training goes on after every fault": hangs(run),
-        "every host that was struck comes back": missing_returns(run),
-        "no process ends by itself": unexpected_exits(run),
-        "no split: members that act agree": splits(history),
+        "no hang: training continues after every fault": hangs(run),
+        "every affected host comes back": missing_returns(run),
+        "no process exits by itself": unexpected_exits(run),
+        "no split brain: ranks that step together agree on the members": splits(history),
         "a view's number has one list of members": ambiguous_views(history),
-        "nobody acts on a view that it is not in": outsiders(history),
-        "nobody acts on a view after the next one has begun": superseded(history),
-        "exact parameters have the same bits everywhere": different_digests(history),
-        "steps only rise": falling_steps(history),
-        "all hosts end at the same step, with the same bits": different_ends(run),
+        "no rank acts on a view of which it is not a member": outsiders(history),
+        "no rank acts on a view after the next one has begun": superseded(history),
+        "exact parameters are bit-identical on all ranks": different_digests(history),
+        "step numbers only rise": falling_steps(history),
+        "all hosts end at the same step, bit-identical": different_ends(run),
         "standbys are equal to their owners at the end": different_standbys(run),
     }
     if run.undisturbed is not None:
-        found[f"the loss is within {MOST_ABOVE:.0%} of the undisturbed run's"] = lost_learning(run)
+        found[f"the loss is within {MOST_ABOVE:.0%} of that without faults"] = lost_learning(run)
     return [Check(name, _shortened(problems)) for name, problems in found.items()]
 
 
 def hangs(run: Run) -> list[str]:
-    """Times without a step on any rank that are longer than patience, outages not counted."""
+    """Pauses of all ranks that exceed the wait limit, outages not counted."""
     inside = [t for t, _ in run.history.frontier if run.start_s <= t]
     problems = []
-    # The end was announced then: steps after it are part of the ending, which has a check of its own.
+    # The last step was announced then; a separate check covers the ending.
     for before, after in itertools.pairwise([run.start_s, *inside, *([] if inside else [run.finish_s])]):
         if before < run.finish_s and (gap := _without_outages(before, after, run.struck)) > run.patience_s:
             problems.append(f"{_at(run, before)} no rank made a step for {gap:.1f} s, outages not counted")
     if inside and (gap := _without_outages(inside[-1], run.finish_s, run.struck)) > run.patience_s:
-        problems.append(f"{_at(run, inside[-1])} no rank made a step any more, for {gap:.1f} s until the end")
+        problems.append(f"{_at(run, inside[-1])} no rank made another step in the {gap:.1f} s until the end")
     return problems
 
 
 def missing_returns(run: Run) -> list[str]:
-    """Hosts that made no step within patience after a fault, though nothing else struck them."""
+    """Hosts that made no step within the wait limit after a fault, though no other fault affected them."""
     problems = []
     for struck in run.struck:
         joins = struck.fault.kind == "join"
         since = struck.began_s if joins else struck.ended_s
-        # An outage and a storm strike all alike.
+        # An outage and a storm affect all hosts alike.
         for host in struck.fault.hosts or range(run.hosts):
             until = min(undisturbed_until(host, since, run.struck), run.finish_s, struck.ended_s if joins else 1e300)
             stepped = run.history.stepped(host, since)
@@ -109,16 +109,16 @@ def missing_returns(run: Run) -> list[str]:
 
 
 def unexpected_exits(run: Run) -> list[str]:
-    """Processes that ended though no fault ended them."""
+    """Processes that exited though no fault ended them."""
     return [
-        f"{_at(run, each.at_s)} the process of h{each.host} ended with status {each.status}"
+        f"{_at(run, each.at_s)} the process of h{each.host} exited with status {each.status}"
         + (f": {each.error}" if each.error else "")
         for each in run.ended
     ]
 
 
 def splits(history: History) -> list[str]:
-    """Ranks that made steps in views without a common member: the same step, or at the same time."""
+    """Split brain: ranks that made the same step, or simultaneous steps, in views without a common member."""
     by_step: dict[int, list[Step]] = defaultdict(list)
     by_time: dict[int, list[Step]] = defaultdict(list)
     for step in history.steps:
@@ -160,7 +160,7 @@ def outsiders(history: History) -> list[str]:
 
 
 def superseded(history: History) -> list[str]:
-    """Steps made in a view though a later one had begun at an earlier step."""
+    """Steps made in a view after a later view had begun."""
     begins = sorted(
         {(step.view, step.since) for step in history.steps if step.view is not None and step.since is not None}
     )
@@ -177,7 +177,7 @@ def superseded(history: History) -> list[str]:
         if step.view is None or step.view not in bound:
             continue
         since, later = bound[step.view]
-        # A view is looked at after the step, in which the next one may have come: one step is allowed for.
+        # The view is read after the step, during which the next one may have begun: one step is tolerated.
         if later > step.view and step.step > since + 1:
             problems.append(
                 f"h{step.host} made step {step.step} in view {step.view}, though view {later} began at {since}"
@@ -186,7 +186,7 @@ def superseded(history: History) -> list[str]:
 
 
 def different_digests(history: History) -> list[str]:
-    """Steps at which exact parameters were not the same on all ranks."""
+    """Steps at which exact parameters differed between ranks."""
     by_step: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for process_log in history.process_logs:
         for step, digest in process_log.digests.items():
@@ -199,7 +199,7 @@ def different_digests(history: History) -> list[str]:
 
 
 def falling_steps(history: History) -> list[str]:
-    """Processes whose steps did not rise."""
+    """Processes whose step numbers did not rise."""
     return [
         f"{process_log.name} made step {after.step} after step {before.step}"
         for process_log in history.process_logs
@@ -209,14 +209,14 @@ def falling_steps(history: History) -> list[str]:
 
 
 def different_ends(run: Run) -> list[str]:
-    """Hosts that did not come to the end, or came to another one."""
+    """Hosts that did not reach the last step, or ended with another step or digest."""
     problems = []
     ends = {}
     for host in range(run.hosts):
         process_logs = run.history.of_host(host)
         if not process_logs or process_logs[-1].ended_at is None:
             error = process_logs[-1].error if process_logs else None
-            problems.append(f"h{host} did not come to the end" + (f": {error}" if error else ""))
+            problems.append(f"h{host} did not reach the end" + (f": {error}" if error else ""))
         else:
             ends[host] = (
                 process_logs[-1].ended_at,
@@ -234,7 +234,7 @@ def different_ends(run: Run) -> list[str]:
 
 
 def different_standbys(run: Run) -> list[str]:
-    """Hosts whose standby of a shard had other values, or another state of the optimizer, than its owner."""
+    """Hosts whose standby of a shard had other values or another optimizer state than the owner."""
     ends = [
         process_log
         for host in range(run.hosts)
@@ -248,43 +248,43 @@ def different_standbys(run: Run) -> list[str]:
             owner = owners.get((process_log.ended_at, rank))
             if owner is None or rank == process_log.rank:
                 continue
-            # A process that followed more models than its owner has, or fewer, differs, too.
+            # A different number of models also counts as a difference.
             pairs = itertools.zip_longest(owner.shards.get(rank, []), followed)
             what = [name for name, (one, other) in zip(_PRINTS, pairs, strict=False) if one != other]
             if what:
-                problems.append(f"{process_log.name} follows {owner.name} with other {' and '.join(what)}")
+                problems.append(f"{process_log.name} is standby of {owner.name} with other {' and '.join(what)}")
     return problems
 
 
 def final_loss(history: History) -> float | None:
-    """Validation loss at the end: the highest of those that ranks found, which should be equal."""
+    """Validation loss at the end: the highest of all ranks; they should be equal."""
     found = [process_log.val_loss for process_log in history.process_logs if process_log.val_loss is not None]
     return max(found, default=None)
 
 
 def lost_learning(run: Run) -> list[str]:
-    """Difference to the undisturbed run, if it is too large."""
+    """Difference to the run without faults, if it is too large."""
     assert run.undisturbed is not None
     loss = final_loss(run.history)
     if loss is None:
-        return ["no rank came to the end, so there is no loss to compare"]
+        return ["no rank reached the end, so there is no loss to compare"]
     if math.isnan(run.undisturbed):
-        return ["the undisturbed run did not come to its end, so there is no loss to compare with"]
+        return ["the run without faults did not reach its end, so there is no loss to compare with"]
     above = loss / run.undisturbed - 1
-    # Written so that a loss which is no number violates it.
+    # Written so that NaN violates it.
     if above <= MOST_ABOVE:
         return []
-    return [f"the validation loss is {loss:.4f}, {above:.1%} above the undisturbed run's {run.undisturbed:.4f}"]
+    return [f"the validation loss is {loss:.4f}, {above:.1%} above that without faults, {run.undisturbed:.4f}"]
 
 
 def _without_outages(begin: float, end: float, struck: Sequence[InjectedFault]) -> float:
-    """Length of an interval without the outages in it."""
+    """Length of an interval minus the outages in it."""
     outages = (each for each in struck if each.fault.kind == "outage")
     return end - begin - sum(max(min(end, each.ended_s) - max(begin, each.began_s), 0.0) for each in outages)
 
 
 def _disjoint(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
-    """First pair of steps whose members have nobody in common, if there is one."""
+    """First pair of steps whose members are disjoint, if any."""
     kinds = {frozenset(step.members): step for step in steps}
     for (members, first), (others, second) in itertools.combinations(kinds.items(), 2):
         if not members & others:

@@ -1,15 +1,15 @@
-"""Logs of the ranks: lines of JSON that each process writes, and the history of a run that is made of them.
+"""Logs of a chaos run: lines of JSON written by each process, and the history of the run read from them.
 
-Every line has a time, `t`, of the clock that all hosts of a lab share, and one of these:
+Every line has a time, `t`, on the clock that all hosts of a lab share, and one of these:
 
-{"begin": 812, "host": 2, "rank": 2}                               the process has come in, at this step
+{"begin": 812, "host": 2, "rank": 2}                               the process has joined, at this step
 {"step": 813, "view": 7, "members": [0, 1, 2], "since": 800, "loss": 2.4}
 {"digest": "0f3a...", "step": 820}                                 of the exact parameters
-{"refused": "...", "step": 820}                                    why it got no exact parameters
+{"refused": "...", "step": 820}                                    why exact parameters were refused
 {"warning": "..."}
-{"left": 900}                                                      it has left by wish, at this step
+{"left": 900}                                                      it has left after SIGTERM, at this step
 {"end": 1200, "val_loss": 1.9, "digest": "77ab...", "scale": 1024.0, "shards": {"2": [815, 77, 3, 8], "1": [4, ...]}}
-        the end: its loss scale, and fingerprints by owner of its own shard and of the one that it follows: values and
+        the end: its loss scale, and fingerprints by owner of its own shard and of its standby shard: values and
         state of one model after the other
 {"error": "..."}
 """
@@ -31,9 +31,9 @@ class Step(NamedTuple):
     host: int
     rank: int
     step: int
-    """Steps so far, with this one."""
+    """Steps so far, including this one."""
     view: int | None
-    """Number of the view in which it was made; None where views have no numbers."""
+    """Number of the view in which it was made; None if views have no numbers."""
     members: tuple[int, ...]
     """Ranks of that view."""
     since: int | None = None
@@ -42,38 +42,38 @@ class Step(NamedTuple):
 
 @dataclass
 class ProcessLog:
-    """All that one process has written."""
+    """Log of one process."""
 
     host: int
     number: int
     """Number of the process on its host, from 0."""
     rank: int | None = None
-    """Rank of the process; None until it has come in."""
+    """Rank of the process; None until it has joined."""
     joined_s: float | None = None
-    """Time at which it came in."""
+    """Time at which it joined."""
     steps: list[Step] = field(default_factory=list)
     losses: list[tuple[int, float]] = field(default_factory=list)
     """Step and training loss."""
     digests: dict[int, str] = field(default_factory=dict)
     """Digest of the exact parameters, by step."""
     refused: list[tuple[int, str]] = field(default_factory=list)
-    """Steps at which it got no exact parameters, and why."""
+    """Steps at which exact parameters were refused, and why."""
     warnings: list[tuple[float, str]] = field(default_factory=list)
     left: bool = False
-    """Whether it has left by wish."""
+    """Whether it has left after SIGTERM."""
     ended_at: int | None = None
-    """Last step of the training, if it came so far."""
+    """Last step of the training, if it reached that."""
     val_loss: float | None = None
     scale: float | None = None
     """Loss scale at the end."""
     shards: dict[int, list[int]] = field(default_factory=dict)
-    """Fingerprints, by owner, of its own shard and of the one that it follows at the end."""
+    """Fingerprints at the end, by owner, of its own shard and its standby shard."""
     error: str | None = None
     """Error that ended the process."""
 
     @property
     def name(self) -> str:
-        """Name for messages: the host, and which of its processes."""
+        """Name for messages: host and number of the process."""
         return f"h{self.host}" + (f" (process {self.number + 1})" if self.number else "")
 
     @property
@@ -82,7 +82,7 @@ class ProcessLog:
         return max((after.t - before.t for before, after in itertools.pairwise(self.steps)), default=0.0)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Takes one line of the log."""
+        """Applies one line of the log."""
         t = float(line["t"])
         if "begin" in line:
             self.rank, self.joined_s = line["rank"], t
@@ -91,7 +91,7 @@ class ProcessLog:
         elif "refused" in line:
             self.refused.append((line["step"], line["refused"]))
         elif "step" in line:
-            assert self.rank is not None, "a process comes in before it makes a step"
+            assert self.rank is not None, "a process joins before it makes a step"
             view, members, since = line.get("view"), tuple(line["members"]), line.get("since")
             self.steps.append(Step(t, self.host, self.rank, line["step"], view, members, since))
             self.losses.append((line["step"], line["loss"]))
@@ -115,12 +115,12 @@ class History:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """Steps of all ranks in the order of time."""
+        """Steps of all ranks in order of time."""
         return sorted(step for process_log in self.process_logs for step in process_log.steps)
 
     @cached_property
     def frontier(self) -> list[tuple[float, int]]:
-        """Times at which the training came to a step for the first time on any rank, and that step."""
+        """Times at which any rank reached a step for the first time, and that step."""
         found: list[tuple[float, int]] = []
         for step in self.steps:
             if not found or step.step > found[-1][1]:
@@ -128,14 +128,14 @@ class History:
         return found
 
     def of_host(self, host: int) -> list[ProcessLog]:
-        """Processes of one host, in their order."""
+        """Processes of one host in order."""
         return sorted(
             (process_log for process_log in self.process_logs if process_log.host == host),
             key=lambda process_log: process_log.number,
         )
 
     def stepped(self, host: int, after_s: float) -> float | None:
-        """Time of a host's first step after a moment; None if it made none."""
+        """Time of a host's first step after a given time; None if it made none."""
         for process_log in self.of_host(host):
             index = bisect.bisect_right(process_log.steps, after_s, key=lambda step: step.t)
             if index < len(process_log.steps):
@@ -144,12 +144,12 @@ class History:
 
     @property
     def completed(self) -> bool:
-        """Whether any process came to the end of the training."""
+        """Whether any process reached the end of the training."""
         return any(process_log.ended_at is not None for process_log in self.process_logs)
 
     @property
     def last_step(self) -> int:
-        """Highest step that any rank came to."""
+        """Highest step of any rank."""
         return max((process_log.steps[-1].step for process_log in self.process_logs if process_log.steps), default=0)
 
 
@@ -171,7 +171,7 @@ class Reader:
         self._read: dict[Path, int] = {}
 
     def read(self) -> History:
-        """Reads what is new, and returns the history so far."""
+        """Reads new lines, and returns the history so far."""
         for path in self._folder.glob("h*.jsonl"):
             if path not in self._process_logs:
                 host, number = path.name.removesuffix(".jsonl")[1:].split(".")
@@ -186,7 +186,7 @@ class Reader:
         with path.open("rb") as file:
             file.seek(self._read.get(path, 0))
             text = file.read()
-        # A process that is killed may leave half a line, and one that runs may be about to write the other half.
+        # A killed process may leave half a line; a running one may still write the other half.
         whole = text[: text.rfind(b"\n") + 1]
         self._read[path] = self._read.get(path, 0) + len(whole)
         return (json.loads(line) for line in whole.splitlines())

@@ -1,7 +1,7 @@
-"""One step of the training as programs write it: by a GradScaler or a closure, with hooks and changes by `.data`.
+"""One training step in several styles of user code: GradScaler or closure, hooks, changes by `.data`.
 
-Then a second model, which was prepared by itself, makes a step, as in a GAN. What is done at a step depends on its
-number alone, so all ranks do the same, and so does one that comes in later.
+Then a second model, prepared separately, makes a step, as in a GAN. The style of a step depends only on its number,
+so all ranks do the same, including those that join later.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,24 +17,24 @@ from stormtorch_lab.tasks.task import seeded
 _CLOSURE_EVERY, _CLAMP_EVERY = 10, 5
 _MOST_WEIGHT, _MOST_GRADIENT = 1.0, 0.5
 _WIDTH, _LR, _MOMENTUM = 16, 0.5, 0.9
-# A process that starts again begins with torch's scale, 64 times that of the others.
+# A restarted process begins with torch's default scale, 64 times that of the others.
 _SCALES = (2.0**10, 2.0**16)
 
 
 def second_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Makes a model that guesses each byte from the one before it, and its optimizer."""
+    """Makes a bigram model of bytes, and its optimizer."""
     model = seeded(seed, lambda: nn.Sequential(nn.Embedding(256, _WIDTH), nn.Linear(_WIDTH, 256)))
     return model, torch.optim.SGD(model.parameters(), lr=_LR, momentum=_MOMENTUM)
 
 
 class Program:
-    """What a training loop does in a step.
+    """The body of a training loop.
 
     Args:
-        models: The prepared models: the one that all is about, and any others.
+        models: The prepared models; the first one is the main one.
         optimizers: Their optimizers.
-        policy: How ranks train together: not all allow all of this.
-        again: Whether this process was started again.
+        policy: Policy of the training; not all policies allow all styles.
+        again: Whether this process was restarted.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Program:
     ) -> None:
         self._model, self._optimizer = models[0], optimizers[0]
         self._others = list(zip(models, optimizers, strict=True))[1:]
-        # Under a deadline, others make the step of a late rank without its program.
+        # Under a deadline, stand-ins make the step of a late rank without running its program.
         self._varied = isinstance(policy, OwnerPolicy) and policy.deadline is None
         self._scaler = torch.amp.GradScaler("cpu", init_scale=_SCALES[again], enabled=self._varied)
         if self._varied:

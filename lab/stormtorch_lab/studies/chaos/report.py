@@ -1,4 +1,4 @@
-"""Report of a run: what struck it, how it recovered, which invariants held, and the verdict."""
+"""Report of a chaos run: faults, recoveries, invariants, and the verdict."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,11 @@ class KindResult:
     kind: str
     count: int
     stopped: int
-    """Faults after which the training never went on."""
+    """Number of faults after which the training never continued."""
     pauses_s: list[float]
-    """Longest pause of the training, for each fault after which it went on."""
+    """Longest pause of the training, for each fault after which it continued."""
     returns_s: list[float]
-    """Time until the struck hosts made steps again, where nothing came in between."""
+    """Time until the affected hosts made steps again, for faults without another one in between."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: medians and worst values."""
@@ -50,16 +50,16 @@ class ChaosReport:
     finish_s: float
     recoveries: list[Recovery]
     planned: int
-    """Faults of the schedule; fewer are done where the run was given up."""
+    """Faults of the schedule; an aborted run injects fewer."""
     checks: list[Check]
     undisturbed: float | None
-    """Validation loss of the undisturbed run."""
+    """Validation loss of the run without faults."""
     folder: Path
     """Folder of the logs."""
 
     @property
     def passed(self) -> bool:
-        """Whether all invariants held and all faults were done."""
+        """Whether all invariants held and all faults were injected."""
         return all(check.holds for check in self.checks) and len(self.recoveries) == self.planned
 
     @property
@@ -69,23 +69,23 @@ class ChaosReport:
 
     @property
     def val_loss(self) -> float | None:
-        """Validation loss at the end; None if no rank came so far."""
+        """Validation loss at the end; None if no rank reached it."""
         return final_loss(self.history)
 
     @property
     def views(self) -> int:
-        """Number of different views in which steps were made."""
+        """Number of views in which steps were made."""
         return len({(step.view, step.members) for step in self.history.steps})
 
     @property
     def compared(self) -> int:
-        """Steps at which two or more ranks had exact parameters, which were compared."""
+        """Steps at which exact parameters of two or more ranks were compared."""
         steps = [step for process_log in self.history.process_logs for step in process_log.digests]
         return sum(steps.count(step) > 1 for step in set(steps))
 
     @property
     def refused(self) -> int:
-        """Number of times at which a rank was refused exact parameters, with an error."""
+        """Number of reads of exact parameters that were refused with an error."""
         return sum(len(process_log.refused) for process_log in self.history.process_logs)
 
     @property
@@ -95,12 +95,12 @@ class ChaosReport:
         what = f"{len(self.recoveries)} faults in {seconds / 60:.1f} minutes, {self.steps} steps"
         broken = [check.name for check in self.checks if not check.holds]
         if len(self.recoveries) < self.planned:
-            broken.append(f"only {len(self.recoveries)} of {self.planned} faults were done")
+            broken.append(f"only {len(self.recoveries)} of {self.planned} faults were injected")
         if broken:
             return f"failed: {what}; {len(broken)} of {len(self.checks)} invariants violated ({'; '.join(broken)})"
         loss = ""
         if self.val_loss is not None and self.undisturbed is not None:
-            loss = f", validation loss {self.val_loss / self.undisturbed - 1:+.1%} against the undisturbed run"
+            loss = f", validation loss {self.val_loss / self.undisturbed - 1:+.1%} against the run without faults"
         return f"passed: {what}, all {len(self.checks)} invariants held{loss}"
 
     def of_kind(self, kind: str) -> KindResult:
@@ -116,12 +116,12 @@ class ChaosReport:
 
     @property
     def kinds(self) -> list[KindResult]:
-        """Results of all kinds that struck."""
+        """Results of all injected kinds."""
         return [found for kind in KINDS if (found := self.of_kind(kind)).count]
 
     @property
     def hosts(self) -> list[dict[str, Any]]:
-        """What each host did, as plain data."""
+        """Processes of each host, as plain data."""
         found = []
         for host in sorted({process_log.host for process_log in self.history.process_logs}):
             process_logs = self.history.of_host(host)
@@ -138,7 +138,7 @@ class ChaosReport:
         return found
 
     def curve(self) -> list[tuple[float, int]]:
-        """Seconds since the faults began and the step that the training had come to, about once a second."""
+        """Seconds since the faults began, and the step of the training, about once a second."""
         found: list[tuple[float, int]] = []
         for t, step in self.history.frontier:
             if not found or t - self.start_s - found[-1][0] >= 1.0:
@@ -169,5 +169,5 @@ class ChaosReport:
         return found
 
     def write(self, path: Path) -> None:
-        """Writes JSON; makes missing folders."""
+        """Writes JSON and creates missing folders."""
         write_json(path, self.to_json())

@@ -1,4 +1,4 @@
-"""A run of chaos: a training whose hosts and links fail by the schedule, an undisturbed one beside it, and a report."""
+"""A chaos run: a training under scheduled faults of hosts and links, one without faults for comparison, a report."""
 
 import math
 import os
@@ -24,15 +24,15 @@ _TICK_S = 0.05
 _LOOK_EVERY_S = 0.5
 # Time for all processes to start and make their first steps, on a busy machine.
 _START_S = 120.0
-# Longest run of patiences without a step, after which the run is given up: nothing more can be learned from it.
+# Wait limits without a step after which the run is aborted.
 _ABORT_FACTOR = 3.0
-# Last part of the training in which the learning rate falls to zero: losses then vary little from run to run.
+# Final part of the training with a falling learning rate, so that losses vary little between runs.
 _DECAY = 0.1
 _LEAST_DECAY_STEPS = 100
-# Kinds of faults that take hosts away, and the time within which a host that trains has made a step.
+# Kinds of faults that remove hosts, and the time within which a training host makes a step.
 _TAKES_HOSTS = ("kill", "pause", "cut", "link", "partition", "leave")
 _TRAINS_S = 1.5
-# The end is announced so far ahead that all ranks know of it in time.
+# The end is announced this far ahead, so that all ranks receive it in time.
 _AHEAD_S = 3.0
 _AHEAD_STEPS = 20
 
@@ -40,17 +40,17 @@ _AHEAD_STEPS = 20
 def run_chaos(
     settings: ChaosSettings, folder: Path, advance: Advance = ignore_progress, *, command: Sequence[str] = WORKER
 ) -> ChaosReport:
-    """Runs the training with its faults, then the undisturbed one, and returns when all processes are gone.
+    """Runs the training with faults, then the one without, and returns when all processes have ended.
 
     Args:
         settings: Settings of the run.
         folder: Folder for the logs of all processes, which must be empty.
-        advance: Called with what is being done and the seconds of the schedule that are over.
-        command: First words of the command of every process, see `FaultInjector`.
+        advance: Called with the current activity and the elapsed seconds of the schedule.
+        command: Command prefix of every process, see `FaultInjector`.
 
     Raises:
-        stormtorch_lab.jobs.failed.RankFailed: The training did not even start.
-        stormtorch_lab.netns.LabError: The lab failed, or none can be made here.
+        stormtorch_lab.jobs.failed.RankFailed: The training did not start.
+        stormtorch_lab.netns.LabError: The lab failed, or this machine cannot make one.
     """
     faults = settings.schedule()
     conditions = surroundings()
@@ -107,7 +107,7 @@ def run_chaos(
 
 
 def _start(lab: Lab, injector: FaultInjector, settings: ChaosSettings, advance: Advance) -> None:
-    """Starts all processes, and waits until each has made a few steps; the network is whole until then."""
+    """Starts all processes, and waits until each has made a few steps, without network faults."""
     lab.set(loss=0.0)
     injector.open_store()
     for host in range(settings.hosts):
@@ -123,7 +123,7 @@ def _start(lab: Lab, injector: FaultInjector, settings: ChaosSettings, advance: 
             if not injector.runs(host):
                 error = next((process_log.error for process_log in process_logs if process_log.host == host), None)
                 raise RankFailed(
-                    f"the process of h{host} ended before it trained: {error or injector.last_output_line(host)}",
+                    f"the process of h{host} exited before its first steps: {error or injector.last_output_line(host)}",
                     rank=host,
                 )
         if time.monotonic() > deadline:
@@ -135,10 +135,10 @@ def _start(lab: Lab, injector: FaultInjector, settings: ChaosSettings, advance: 
 def _inject_faults(
     injector: FaultInjector, faults: tuple[Fault, ...], settings: ChaosSettings, start_s: float, advance: Advance
 ) -> float:
-    """Lets every fault begin and end. Returns the seconds for which faults had to wait.
+    """Applies and ends every fault. Returns the seconds for which faults had to wait.
 
-    A fault that takes hosts away waits until a majority would be left: on a slow machine, processes that start again
-    take longer than the schedule thinks.
+    A fault that removes hosts waits until a quorum would be left: on a slow machine, restarts take longer than the
+    schedule assumes.
     """
     due = deque(faults)
     look_at = start_s
@@ -158,7 +158,7 @@ def _inject_faults(
             if history.last_step > moved_to or outage:
                 moved_s, moved_to = now, history.last_step
             if now - moved_s > _ABORT_FACTOR * settings.patience_s:
-                return waited_s  # the checks tell why
+                return waited_s  # the invariants report the reason
             advance(_status_text(history, injector), round(now - start_s - waited_s))
         while due and now - start_s - waited_s >= due[0].at_s:
             if not _leaves_majority(due[0], injector.history(), settings, now):
@@ -172,16 +172,16 @@ def _inject_faults(
 
 
 def _leaves_majority(fault: Fault, history: History, settings: ChaosSettings, now: float) -> bool:
-    """Whether a majority of the hosts trains now that a fault would not take away."""
+    """Whether a quorum of the training hosts would be left after a fault."""
     if fault.kind not in _TAKES_HOSTS:
         return True
     there = {host for host in range(settings.hosts) if history.stepped(host, now - _TRAINS_S) is not None}
-    taken = 1 if fault.kind == "link" else len(there & set(fault.hosts))  # of a link, one end must go
+    taken = 1 if fault.kind == "link" else len(there & set(fault.hosts))  # for a link, one end leaves
     return 2 * (len(there) - taken) > settings.hosts
 
 
 def _calm(injector: FaultInjector, settings: ChaosSettings, advance: Advance) -> None:
-    """Ends what still holds, and waits until all hosts train again, or patience is over."""
+    """Ends active faults, and waits until all hosts train again or the wait limit is reached."""
     begin = time.monotonic()
     while (now := time.monotonic()) < begin + settings.patience_s + LEAVE_S:
         for fault in injector.active:
@@ -196,7 +196,7 @@ def _calm(injector: FaultInjector, settings: ChaosSettings, advance: Advance) ->
 
 
 def _end(injector: FaultInjector, settings: ChaosSettings, advance: Advance) -> tuple[int, int]:
-    """Announces the end, and waits for it. Returns the steps at which the learning rate began to fall, and the last."""
+    """Announces the end, and waits for it. Returns the step at which the learning rate begins to fall, and the last."""
     history = injector.history()
     recent = [step for t, step in history.frontier if t > time.monotonic() - 10.0]
     rate = (recent[-1] - recent[0]) / 10.0 if recent else 0.0
@@ -214,7 +214,7 @@ def _undisturbed(lab: Lab, injector: FaultInjector, settings: ChaosSettings, ste
         _start(lab, injector, settings, advance)
     except RankFailed:
         injector.kill()
-        return math.nan  # what the faults showed is not thrown away
+        return math.nan  # the results under faults are kept
     lab.reset()
     _wait(injector, settings, steps, advance, "undisturbed run")
     loss = final_loss(injector.history())
@@ -222,7 +222,7 @@ def _undisturbed(lab: Lab, injector: FaultInjector, settings: ChaosSettings, ste
 
 
 def _wait(injector: FaultInjector, settings: ChaosSettings, steps: int, advance: Advance, what: str) -> None:
-    """Waits until all processes have ended, as long as steps are made."""
+    """Waits until all processes have ended, or no steps are made."""
     moved_s, moved_to = time.monotonic(), 0
     while any(injector.runs(host) for host in range(settings.hosts)):
         history = injector.history()

@@ -1,4 +1,4 @@
-"""Settings of a run of chaos, checked when they are made."""
+"""Settings of a chaos run, checked on construction."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,27 +16,27 @@ class ChaosSettings:
     hosts: int = 5
     """Hosts of the training, one process on each."""
     spares: int = 1
-    """Further hosts, which join and leave."""
+    """Additional hosts that join and leave."""
     minutes: float = 3.0
-    """Time in which faults strike; start, end and the undisturbed run come on top."""
+    """Minutes in which faults are injected; start, end and the run without faults take further time."""
     seed: int = 1
-    """Seed of the schedule, of the loss, of weights and of batches."""
+    """Random seed of the schedule, the packet loss, the weights and the batches."""
     kinds: tuple[str, ...] = KINDS
-    """Kinds of faults to draw from."""
+    """Kinds of faults to inject."""
     network: Conditions = field(default_factory=lambda: Conditions(loss=0.1))
     """Conditions of the network between faults."""
     policy: str = "lead"
-    """Policy of the training, as `stormtorch train` names it."""
+    """Policy of the training, named as in `stormtorch train`."""
     silence_s: float = 2.0
-    """Silence after which ranks go on without a peer."""
+    """Seconds of silence after which the ranks exclude a peer."""
     pace_s: float = 0.1
-    """Shortest time of a step, so that the hosts leave processor time to the restarted ones."""
+    """Shortest time of a step, which leaves processor time to restarting hosts."""
     digest_every: int = 20
     """Steps between two comparisons of exact parameters."""
     patience_s: float = 30.0
-    """Time within which training must go on after a fault, and a struck host must come back."""
+    """Seconds after a fault within which training must continue and an affected host must be back."""
     baseline: bool = True
-    """Whether to train once more for as many steps without faults, and compare the loss."""
+    """Whether to train again for as many steps without faults, and compare the validation loss."""
 
     def __post_init__(self) -> None:
         check_between("hosts", self.hosts, 3, 32)
@@ -49,7 +49,7 @@ class ChaosSettings:
         check_between("patience_s", self.patience_s, 1.0, 3600)
         check_subset("faults", self.kinds, KINDS)
         if self.kinds == ("join",) and not self.spares:
-            raise BadSetting("spares", "must be at least 1 for faults that are joins alone")
+            raise BadSetting("spares", "must be at least 1 if join is the only kind of fault")
         self.network.check(self.hosts + self.spares)
         try:
             make_policy(self.policy)

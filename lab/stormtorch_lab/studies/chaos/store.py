@@ -1,4 +1,4 @@
-"""The store in which the hosts of a run meet: a process of its own on one host, as struck by cuts as that host is.
+"""The store for the rendezvous of a chaos run: a process on one host, cut off whenever that host is.
 
 python -m stormtorch_lab.studies.chaos.store ADDRESS PORT
 """

@@ -1,4 +1,4 @@
-"""What struck a run, when, and how long it took until the training went on and the struck hosts took part again."""
+"""Timeline of a chaos run: faults, pauses of the training, and the time until affected hosts took part again."""
 
 import bisect
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from typing import Any
 from stormtorch_lab.studies.chaos.faults import Fault
 from stormtorch_lab.studies.chaos.logs import History
 
-# A pause that begins so many seconds after a fault has ended still belongs to it.
+# A pause that begins within this many seconds after the end of a fault belongs to it.
 _AFTER_S = 5.0
 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """A fault that was done: its real times, on the clock of the logs."""
+    """An injected fault with its real times, on the clock of the logs."""
 
     fault: Fault
     began_s: float
@@ -23,7 +23,7 @@ class InjectedFault:
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """A process that ended though nobody asked it to."""
+    """The exit of a process that no fault caused."""
 
     host: int
     at_s: float
@@ -37,10 +37,10 @@ class Recovery:
 
     struck: InjectedFault
     pause_s: float | None
-    """Longest time without a step on any host; after an outage, from its end on. None if no step came any more."""
+    """Longest time without a step on any host; after an outage, from its end. None if no step followed."""
     return_s: float | None
-    """Time from the end of the fault until all hosts that it struck made steps again; of a join, from its beginning.
-    None where another fault, or the end, came first, or where it struck none."""
+    """Time from the end of the fault until all affected hosts made steps again; for a join, from its start. None if
+    another fault, or the end, came first, or if no host was affected."""
 
     def to_json(self, start_s: float) -> dict[str, Any]:
         """Plain data, in seconds since the run began."""
@@ -50,7 +50,7 @@ class Recovery:
 
 
 def recoveries(history: History, all_struck: Sequence[InjectedFault]) -> list[Recovery]:
-    """One recovery for each fault, in their order."""
+    """One recovery for each fault, in order."""
     return [
         Recovery(struck, pause_of(history, struck, all_struck), return_of(history, struck, all_struck))
         for struck in all_struck
@@ -58,7 +58,7 @@ def recoveries(history: History, all_struck: Sequence[InjectedFault]) -> list[Re
 
 
 def pause_of(history: History, struck: InjectedFault, all_struck: Sequence[InjectedFault]) -> float | None:
-    """Longest pause of the training that a fault made."""
+    """Longest pause of the training due to a fault."""
     times = [t for t, _ in history.frontier]
     if struck.fault.kind == "outage":
         after = bisect.bisect_right(times, struck.ended_s)
@@ -71,14 +71,14 @@ def pause_of(history: History, struck: InjectedFault, all_struck: Sequence[Injec
             return longest
         if index + 1 == len(times):
             return longest if history.completed else None
-        # A gap that an outage has made longer is the outage's.
+        # A pause prolonged by an outage belongs to the outage.
         if not any(times[index] < each.ended_s and each.began_s < times[index + 1] for each in _outages(all_struck)):
             longest = max(longest, times[index + 1] - times[index])
     return None
 
 
 def return_of(history: History, struck: InjectedFault, all_struck: Sequence[InjectedFault]) -> float | None:
-    """Time until all struck hosts made steps again, unless something else happened to one of them before."""
+    """Time until all affected hosts made steps again; None if another fault affected one of them first."""
     since = struck.began_s if struck.fault.kind == "join" else struck.ended_s
     found = []
     for host in struck.fault.hosts:
@@ -90,7 +90,7 @@ def return_of(history: History, struck: InjectedFault, all_struck: Sequence[Inje
 
 
 def undisturbed_until(host: int, since_s: float, all_struck: Sequence[InjectedFault]) -> float:
-    """Time at which the next fault strikes a host or all hosts; `since_s` if one still holds, infinite if none does."""
+    """Time of the next fault of a host or of all hosts; `since_s` if one is still active, infinite without any."""
     disturbing = (
         max(each.began_s, since_s)
         for each in all_struck

@@ -1,10 +1,11 @@
-"""The training of one host: an ordinary script. It may be killed, stopped, cut off, and started again by its command.
+"""The training script of one host in a chaos run: may be killed, paused, cut off, and restarted by its command.
 
 python -m stormtorch_lab.studies.chaos.worker --host 2 --hosts 5 --folder logs --policy lead
 
-A small language model learns bytes of Python's source, and a second model learns beside it. Loops are counted by the
-first one's steps, which all ranks share, so a process that comes in later does at each step what the others do. A file
-`stop.json` in the folder says when to end; every process writes a log, see logs.py. With STORM_KEY, ranks use that key.
+A small language model learns bytes of Python's source, and a second model trains beside it. The loop counts the first
+model's steps, which all ranks share, so a process that joins later does the same as the others at each step. The file
+`stop.json` in the folder announces the last step; every process writes a log, see logs.py. With STORM_KEY, ranks use
+that key.
 """
 
 import argparse
@@ -40,27 +41,27 @@ from stormtorch_lab.tasks.data.corpus import open_corpus
 from stormtorch_lab.tasks.language import Text
 
 STOP = "stop.json"
-"""Name of the file that says when to end: {"decay_at": step, "stop_at": step}."""
+"""File that announces the last step: {"decay_at": step, "stop_at": step}."""
 PORT = 29600
 """Port of every rank, UDP and TCP, on its own host."""
 STORE_HOST, STORE_PORT = 0, 29500
-"""Host and port of the store in which all meet."""
+"""Host and port of the store for the rendezvous."""
 _WARMUP_STEPS = 50
-# Time to reach the store before a process that starts again asks the other ranks instead.
+# Time to reach the store before a restarted process sends its join request to other ranks instead.
 _STORE_S = 10.0
-# Time to ask the other ranks, longer than any fault lasts.
+# Time for the join request to other ranks, longer than any fault lasts.
 _JOIN_S = 120.0
 
 
 def main() -> None:
-    """Trains until the file says stop, or until SIGTERM asks this rank to leave."""
+    """Trains until the announced last step, or until SIGTERM, on which this rank leaves."""
     arguments = _arguments()
     torch.set_num_threads(1)
     number = next(each for each in range(1000) if not log_path(arguments.folder, arguments.host, each).exists())
     log = Log(log_path(arguments.folder, arguments.host, number))
     try:
         _train(arguments, log, again=number > 0)
-    except SystemExit:  # after SIGTERM, once others have what this rank owned
+    except SystemExit:  # after SIGTERM, when this rank's shards have moved to others
         log.write(left=True)
         raise
     except Exception as error:
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 class Log(logging.Handler):
-    """Lines of JSON, each written at once; it also takes the warnings of all libraries."""
+    """The log: lines of JSON, each written immediately, with the warnings of all libraries."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(logging.WARNING)
@@ -97,7 +98,7 @@ def _train(arguments: argparse.Namespace, log: Log, *, again: bool) -> None:
     model, optimizer = prepare(model, optimizer, policy=policy, group=group)
     second, its_optimizer = prepare(*second_model(arguments.seed), policy=make_policy(arguments.policy), group=group)
     models, optimizers = (model, second), (optimizer, its_optimizer)
-    sessions: list[Any] = [each.session for each in optimizers]  # type: ignore[attr-defined]  # given by prepare
+    sessions: list[Any] = [each.session for each in optimizers]  # type: ignore[attr-defined]  # set by prepare
     session = sessions[0]
     rank = group.transport.rank
     log.write(begin=session.steps, host=arguments.host, rank=rank, pid=os.getpid())
@@ -114,7 +115,7 @@ def _train(arguments: argparse.Namespace, log: Log, *, again: bool) -> None:
             _compare(models, session, log)
         if not stop.decays(session.steps):
             time.sleep(max(begin + arguments.pace_s - time.monotonic(), 0.0))
-    shards = prints_of(sessions)  # before `exact`, which gives standbys what owners have
+    shards = prints_of(sessions)  # before `exact`, which copies from owners to standbys
     with exact(model), exact(second):
         digest, (val_loss, _) = digest_of(*models), task.evaluate(model)
         log.write(end=session.steps, val_loss=val_loss, digest=digest, scale=program.scale(), shards=shards)
@@ -122,7 +123,7 @@ def _train(arguments: argparse.Namespace, log: Log, *, again: bool) -> None:
 
 
 def _compare(models: Sequence[nn.Module], session: Any, log: Log) -> None:
-    """Writes the digest of the exact parameters, or why there are none: silent differences are what we look for."""
+    """Writes the digest of the exact parameters, or the error of reading them, to detect silent differences."""
     try:
         with contextlib.ExitStack() as stack:
             for model in models:
@@ -133,7 +134,7 @@ def _compare(models: Sequence[nn.Module], session: Any, log: Log) -> None:
 
 
 def digest_of(*models: nn.Module) -> str:
-    """Digest of all parameters, bit for bit."""
+    """Digest of the bits of all parameters."""
     found = hashlib.blake2b(digest_size=8)
     for model in models:
         for parameter in model.parameters():
@@ -142,7 +143,7 @@ def digest_of(*models: nn.Module) -> str:
 
 
 def prints_of(sessions: Sequence[Any]) -> dict[int, list[int]]:
-    """Fingerprints of the shards that this rank has, of all models one after the other, by the rank that owns them."""
+    """Fingerprints of this rank's own and standby shards, by owner; of all models one after the other."""
     found: dict[int, list[int]] = {}
     for session in sessions:
         for owner, prints in session.shard_prints().items():
@@ -151,7 +152,7 @@ def prints_of(sessions: Sequence[Any]) -> dict[int, list[int]]:
 
 
 class Stop:
-    """End of the training, once a file says it: from one step on the learning rate falls to zero, at another all end.
+    """The end of the training, announced in a file: step at which the learning rate begins to fall, and last step.
 
     Args:
         path: The file.
@@ -163,7 +164,7 @@ class Stop:
         self._stop_at = 0
 
     def at(self) -> float:
-        """Step at which to stop, as far as is known."""
+        """Last step; infinite until it is announced."""
         if self._decay_at is None:
             with contextlib.suppress(FileNotFoundError):
                 announced = json.loads(self._path.read_text(encoding="utf-8"))
@@ -171,11 +172,11 @@ class Stop:
         return float("inf") if self._decay_at is None else self._stop_at
 
     def decays(self, step: int) -> bool:
-        """Whether the rate falls at this step, and nothing is gained by taking time."""
+        """Whether the learning rate falls at this step, where steps need no minimum time."""
         return self._decay_at is not None and step >= self._decay_at
 
     def rate(self, step: int, highest: float) -> float:
-        """Learning rate, a function of the step alone, so that all ranks use the same."""
+        """Learning rate; depends only on the step, so that it is equal on all ranks."""
         rate = highest * min((step + 1) / _WARMUP_STEPS, 1.0)
         if self._decay_at is not None and step > self._decay_at:
             rate *= max((self._stop_at - step) / (self._stop_at - self._decay_at), 0.0)
@@ -186,8 +187,8 @@ class Stop:
 
 
 def connect_or_join(arguments: argparse.Namespace, *, again: bool) -> Group:
-    """Comes into the training, by one command for the first start and for every other: with the others by the store if
-    nothing runs yet, or into what runs. A further host, and one that cannot reach the store, asks any live rank.
+    """Joins the training, at the first start and at restarts: by a rendezvous in the store if no training runs yet,
+    or by a join request. Additional hosts, and hosts that cannot reach the store, send it to any live rank.
     """
     key = os.environ.get(KEY_VARIABLE)
     options = Options(interface=DEVICE, silence_s=arguments.silence_s, port=PORT, key=key.encode() if key else None)
@@ -201,14 +202,14 @@ def connect_or_join(arguments: argparse.Namespace, *, again: bool) -> Group:
         return _join(arguments, options)
     try:
         return Group(connect(store, arguments.host, arguments.hosts, replace(options, rejoin="auto")))
-    except DistError:  # the store was cut off while it was read
+    except DistError:  # the store became unreachable during the read
         if not again:
             raise
         return _join(arguments, options)
 
 
 def _join(arguments: argparse.Namespace, options: Options) -> Group:
-    """Asks one rank after the other until one answers: some may be dead, or cut off as this one is."""
+    """Sends the join request to one rank after the other until one replies: some may be dead or unreachable."""
     others = ",".join(f"{address(host)}:{PORT}" for host in range(arguments.hosts) if host != arguments.host)
     deadline = time.monotonic() + _JOIN_S
     while True:
@@ -217,7 +218,7 @@ def _join(arguments: argparse.Namespace, options: Options) -> Group:
         except StormError as error:
             if time.monotonic() > deadline:
                 raise
-            logging.getLogger(__name__).warning("not let in yet: %s", error)
+            logging.getLogger(__name__).warning("not admitted yet: %s", error)
         time.sleep(0.5)
 
 
@@ -230,10 +231,10 @@ def view_of(session: Any) -> dict[str, Any]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains on one host of a lab.")
     parser.add_argument("--host", type=int, required=True)
-    parser.add_argument("--hosts", type=int, required=True, help="hosts at the start")
+    parser.add_argument("--hosts", type=int, required=True, help="number of hosts at the start")
     parser.add_argument("--folder", type=Path, required=True, help="folder of the logs and of stop.json")
     parser.add_argument("--policy", default="lead")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of weights and batches")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--silence-s", type=float, default=2.0)
     parser.add_argument("--pace-s", type=float, default=0.0, help="shortest time of a step")

@@ -1,1 +1,1 @@
-"""A training and a service on the same lines, in virtual time: what the service gains if the training waits for it."""
+"""A training and a service on the same links, in virtual time: speed-up of the service for loss of the training."""

@@ -1,4 +1,4 @@
-"""One run of a training beside a service: real cores, lines with classes, and a model of the service's TCP."""
+"""One simulated run of a training beside a service: the engine's core, links with traffic classes, a model of TCP."""
 
 from __future__ import annotations
 
@@ -19,59 +19,59 @@ from stormtorch.reliability import Reliability
 from stormtorch.telemetry.statistics import mean, percentile
 from stormtorch_lab._engine import SharedNetwork
 
-# Of a datagram on the wire: Ethernet, IPv4, UDP.
+# Headers of a datagram on the wire: Ethernet, IPv4, UDP.
 _HEADER_BYTES = 42
 # The engine counts nanoseconds.
 _TICK_S = 1e-9
-# How often ranks look whether their exchange has ended.
+# Interval at which ranks check whether their exchange has ended.
 _POLL_S = 0.5e-3
-# Longest time for which requests are waited for that arrived before the end.
+# Wait limit for replies to requests that arrived before the end.
 _REPLY_WAIT_LIMIT_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Colocation:
-    """Settings of a training and a service that share the lines of some hosts to one switch."""
+    """Settings of a training and a service on hosts at one switch, with shared access links."""
 
     hosts: int = 16
-    """Number of hosts. Each is a rank of the training, asks others and answers them."""
+    """Number of hosts. Each is a rank of the training, and a client and server of the service."""
     rate: str | float = "1gbit"
-    """Rate of each host's line to the switch, in each direction, including Ethernet headers."""
+    """Rate of each host's access link, in each direction, including Ethernet headers."""
     queue_bytes: int = 512 << 10
-    """Bytes that may wait at the switch for each host; further packets are dropped."""
+    """Bytes of the switch's queue for each host; further packets are dropped."""
     up_queue_bytes: int = 0
-    """Bytes that may wait at each host for its line; 0 is unlimited, as a kernel holds its own sockets back."""
+    """Bytes of each host's send queue; 0 is unlimited, as a kernel limits its own sockets."""
     delay_s: float = 50e-6
-    """Delay from host to host, one way."""
+    """One-way delay between hosts."""
     burst_s: float = 0.0
-    """Time's worth of bytes that an idle line passes at once: 0 is a wire, and Linux's shapers in the lab have 1 ms."""
+    """Burst of an idle link, as a time at its rate: 0 for a wire; Linux's shapers in the lab have 1 ms."""
     low_share: float | None = None
-    """Share of each line that the training has while the service wants it all, in [0, 1): 0 lets it wait for all else.
-    None has no classes: all packets wait in one queue."""
+    """Share of each link that the training keeps while the service could use all of it, in [0, 1). None has no traffic
+    classes: all packets share one queue."""
     low_queue_bytes: int = 512 << 10
-    """Bytes of low priority that may wait at each end of a line."""
+    """Bytes of the low-priority queue at each end of a link."""
     training: str | float = 150e6
-    """Payload that each rank of the training sends, in bits per second, on average; 0 is no training."""
+    """Mean payload that each rank of the training sends, in bits per second; 0 is no training."""
     every_s: float = 0.2
     """Time from the start of one exchange to the start of the next."""
     sending: str | float = "auto"
-    """Sending rate of the training, as `Options.rate`: "auto" bursts at the line's rate, "low" yields as well, and a
+    """Sending rate of the training, as `Options.rate`: "auto" bursts at the rate of the link, "low" also yields, and a
     rate such as "200mbit" spreads each exchange."""
     slack: float | None = 2.0
-    """Deadline of each stage of an exchange, in multiples of the time that the stage takes alone; None waits until all
-    that was not lost has arrived."""
+    """Deadline of each stage of an exchange, as a multiple of its time without the service; None waits for all chunks
+    that were not lost."""
     requests_per_s: float = 5000.0
-    """Requests of all hosts together, as a Poisson process; 0 is no service."""
+    """Requests per second of all hosts together, as a Poisson process; 0 is no service."""
     response_bytes: int = 100_000
     """Bytes of each response."""
     request_bytes: int = 128
     """Bytes of each request."""
     host_s: float = 0.0
-    """Time that hosts themselves add to each request, whatever the network does: a server and a client that compute."""
+    """Time that server and client compute for each request, in addition to the network."""
     seconds: float = 2.0
-    """Time that is measured."""
+    """Measured time."""
     warm_s: float = 0.4
-    """Time before that, in which connections open and rates are found."""
+    """Time before that, in which connections open and the rates converge."""
     seed: int = 0
     """Seed of the requests."""
 
@@ -101,7 +101,7 @@ class Colocation:
             check(getattr(self, name) >= 0, name, "not be negative", getattr(self, name))
         if not self.training and not self.requests_per_s:
             raise BadSetting("training", "and requests_per_s must not both be 0")
-        self.options  # noqa: B018  (refuses rates that are none)
+        self.options  # noqa: B018  (rejects invalid rates)
 
     @property
     def options(self) -> Options:
@@ -110,13 +110,13 @@ class Colocation:
 
     @property
     def elements(self) -> int:
-        """Values of float32 that the training exchanges, so that its ranks send what `training` says."""
+        """Number of float32 values in an exchange, from the rate `training`."""
         sent = float(self.training) / 8 * self.every_s  # by each rank, in both stages
         return round(sent * self.hosts / (2 * (self.hosts - 1)) / 4)
 
     @property
     def alone_s(self) -> float:
-        """Time of one stage if nobody else uses the lines."""
+        """Time of one stage on idle links."""
         payload = _engine.chunk_bytes(1472, False)
         wire_bytes = self.elements * 4 * (self.hosts - 1) / self.hosts * (1472 + _HEADER_BYTES) / payload
         pace = self.sending if self.sending not in ("auto", "low", "unlimited") else self.rate
@@ -129,7 +129,7 @@ class Colocation:
 
     @property
     def lines(self) -> dict[str, Any]:
-        """Lines that the training shares with the service, as the engine takes them."""
+        """Access links shared by training and service, in the form that the engine expects."""
         return {
             "bytes_per_s": float(self.rate) / 8,
             "queue_bytes": self.queue_bytes,
@@ -147,8 +147,8 @@ class Colocation:
     def of_the_lab(**others: Any) -> Colocation:
         """Settings of the lab's network: 8 hosts at 100 Mbit/s, with the bursts of Linux's shapers.
 
-        Hosts add what nginx and the client took on our two cores at 100 requests/s without any training; so only what
-        happens at other rates, and beside a training, tells whether lab and model agree.
+        The time of nginx and the client is calibrated on two cores at 100 requests/s without a training. So only other
+        rates, and runs beside a training, test whether lab and model agree.
         """
         lab: dict[str, Any] = {
             "hosts": 8,
@@ -170,20 +170,20 @@ class Colocated:
     """Measured values of one run."""
 
     mean_s: float | None
-    """Mean time from a request's arrival to the last byte of its response; None without a service. Requests that were
-    not answered count with three seconds."""
+    """Mean time from a request's arrival to the last byte of its response; None without a service. Requests without
+    a response count as three seconds."""
     p50_s: float | None
-    """Median over the requests that were answered."""
+    """Median over the requests with a response."""
     p99_s: float | None
-    """99th percentile over the requests that were answered."""
+    """99th percentile over the requests with a response."""
     requests: int
-    """Requests that arrived in the measured time and were answered."""
+    """Requests that arrived in the measured time and got a response."""
     unanswered: int
-    """Requests that arrived in the measured time and were not answered within three seconds after it."""
+    """Requests that arrived in the measured time without a response within three seconds after it."""
     resent: int
-    """Segments that TCP sent again."""
+    """Retransmitted segments of TCP."""
     timeouts: int
-    """Timeouts of TCP."""
+    """Retransmission timeouts of TCP."""
     loss: float | None
     """Fraction of the training's bytes that did not arrive in time; None without a training."""
     stage_loss: tuple[float, float] | None
@@ -193,9 +193,9 @@ class Colocated:
     exchange_s: float | None
     """Mean time of an exchange."""
     drops: int
-    """Packets of normal priority that met a full queue."""
+    """Packets of normal priority that found a full queue."""
     low_drops: int
-    """Packets of low priority that met a full queue."""
+    """Packets of low priority that found a full queue."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, by name."""
@@ -226,7 +226,7 @@ def colocate(settings: Colocation) -> Colocated:
     _run_until(sim, training, end_s, measured=True)
     if settings.requests_per_s:
         network.stop_service()
-        # The training goes on: the last requests must not find the lines empty.
+        # The training goes on, so that the last requests do not find idle links.
         drain_until_s = end_s + _REPLY_WAIT_LIMIT_S
         while network.service_counts()["answered"] < network.service_counts()["asked"] and sim.now_s < drain_until_s:
             _run_until(sim, training, sim.now_s + _POLL_S, measured=False)
@@ -272,7 +272,7 @@ def _counts(network: SharedNetwork, settings: Colocation) -> dict[str, int]:
 
 
 class SimulatedTraining:
-    """The exchanges of a training at a fixed pace: owners collect contributions and send the results to all.
+    """The exchanges of a training at a fixed pace: owners collect contributions and broadcast the results.
 
     Args:
         sim: Network with a core for every rank.
@@ -302,10 +302,10 @@ class SimulatedTraining:
         return self._missing[0] / self._bytes[0], self._missing[1] / self._bytes[1]
 
     def go_on(self, *, measured: bool) -> None:
-        """Collects exchanges that have ended and begins those whose time has come.
+        """Collects finished exchanges and begins those that are due.
 
         Args:
-            measured: Whether those that begin now count.
+            measured: Whether exchanges that begin now are measured.
         """
         for rank in range(self.hosts):
             for _, outcome in self._sim.take_finished(rank):

@@ -1,4 +1,4 @@
-"""What a service gains from a training that waits for it, against what the training loses; over several seeds."""
+"""Sweep of a training beside a service in virtual time: speed-up of the service over loss of the training."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from stormtorch.telemetry.statistics import mean
 from stormtorch_lab.studies.colocation.run import Colocated, Colocation, colocate
 
 ALLOWED = (0.01, 0.05, 0.10, 0.20)
-"""Losses of the training that are allowed."""
+"""Allowed losses of the training."""
 RATES = (2000.0, 5000.0, 10000.0)
-"""Requests per second of all hosts together, as published."""
+"""Published request rates, per second of all hosts together."""
 SHARES = (0.5, 0.05, 0.0)
 """Shares of a line that the training keeps."""
 SLACKS = (2.0, 3.0, 6.0)
 """Deadlines of a stage, in multiples of the time that it takes alone."""
 
 CARRY_RATES = (4000.0, 6000.0, 8000.0, 9000.0, 10000.0, 11000.0, 12000.0, 13000.0)
-"""Requests per second between which those at a fixed mean are looked for, beside `RATES`."""
+"""Further request rates, beside `RATES`, for the search of the rate at a fixed mean latency."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class Sweep:
     more_requests: tuple[float, ...] = ()
     """Further rates, for requests at a mean: with the longest deadline, and the strongest preference or one queue."""
     seeds: int = 3
-    """Runs of each, with arrivals of their own."""
+    """Runs of each case, with their own request arrivals."""
 
     def __post_init__(self) -> None:
         check_between("seeds", self.seeds, 1, 1000)
@@ -52,7 +52,7 @@ class Sweep:
         self.runs()
 
     def runs(self) -> list[Colocation]:
-        """All runs: those with one queue for all packets, and those with classes."""
+        """All runs: with one queue for all packets, and with traffic classes."""
         cases: list[tuple[float, float, float | None]] = [
             (rate, slack, share) for rate in self.requests for slack in self.slacks for share in (None, *self.shares)
         ]
@@ -67,7 +67,7 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepCase:
-    """Means over seeds of runs that differ in nothing else."""
+    """Means over the seeds of one case."""
 
     requests_per_s: float
     low_share: float | None
@@ -77,19 +77,19 @@ class SweepCase:
     loss: float
     """Loss of the training."""
     speedup: float = 1.0
-    """Mean completion time with one queue for all packets, over this one's."""
+    """Speed-up: mean completion time with one queue for all packets, divided by this one."""
     speedups: tuple[float, ...] = ()
     """Speed-up of each seed's run, against the run of that seed with one queue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """The best that a loss buys at a rate of requests."""
+    """The best case within an allowed loss, at a rate of requests."""
 
     requests_per_s: float
     allowed: float
     best: SweepCase | None
-    """The largest speed-up of all cases that lose no more; None if all lose more."""
+    """The case with the largest speed-up within the allowed loss; None if all lose more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,7 @@ class Seeds:
             equal = [each.mean_s or 0.0 for each in groups.get((rate, slack, None), [])]
             means = [each.mean_s or 0.0 for each in runs]
             if len(equal) != len(means):
-                continue  # the study was ended before they were all there
+                continue  # the study ended before all of them ran
             found.append(
                 SweepCase(
                     requests_per_s=rate,
@@ -124,7 +124,7 @@ class Seeds:
         return found
 
     def gains(self) -> list[Gain]:
-        """What each allowed loss buys the service, by rate of requests."""
+        """Best case for each allowed loss, by rate of requests."""
         cases = [each for each in self.cases() if each.low_share is not None]
         return [
             Gain(
@@ -141,12 +141,12 @@ class Seeds:
         ]
 
     def carried(self, target_s: float, low_share: float | None, most_loss: float = 1.0) -> float:
-        """Requests per second at a mean completion time, on straight lines between rates; the longest deadline counts.
+        """Requests per second at a mean completion time, by linear interpolation, at the longest deadline.
 
         Args:
             target_s: The mean completion time.
-            low_share: The training's share of a line; None has one queue.
-            most_loss: Largest loss of the training that is allowed.
+            low_share: The training's share of a link; None has one queue.
+            most_loss: Largest allowed loss of the training.
         """
         slack = max(self.sweep.slacks)
         curve = sorted(
@@ -188,7 +188,7 @@ class Seeds:
         }
 
     def write(self, path: Path, targets_s: Sequence[float]) -> None:
-        """Writes JSON; makes missing folders."""
+        """Writes JSON and creates missing folders."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_json(targets_s), indent=1) + "\n", encoding="utf-8")
 
@@ -198,8 +198,8 @@ def run_sweep(sweep: Sweep, on_run: Callable[[int], None], *, processes: int = 1
 
     Args:
         sweep: What to run.
-        on_run: Called with the number of runs that are done.
-        processes: Processes that make runs at the same time.
+        on_run: Called with the number of finished runs.
+        processes: Number of runs in parallel, one process each.
     """
     runs = sweep.runs()
     results: dict[Colocation, Colocated] = {}

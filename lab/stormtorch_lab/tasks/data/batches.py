@@ -1,4 +1,4 @@
-"""Choice of the examples that a worker sees in a step, by seed, step and worker: the same on every machine.
+"""Sampling of a worker's examples in a step, by seed, step and worker: the same on every machine.
 
 Letters at the end of names, in all files of this folder: W workers, B examples of a batch.
 """

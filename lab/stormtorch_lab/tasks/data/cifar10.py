@@ -134,7 +134,7 @@ def _write_pack(path: Path, part: int, parts: int, training: Examples, held_out:
 
 
 def _read_packs(paths: list[Path]) -> list[_Part]:
-    """Read all parts in their order. A missing part is an error: nobody could tell figures of fewer images apart."""
+    """Read all parts in order. A missing part is an error: results on fewer images would look the same."""
     found = [_read_pack(path) for path in paths]
     numbers = sorted((part, parts) for part, parts, _ in found)
     if numbers != [(part, len(found)) for part in range(len(found))]:

@@ -58,7 +58,7 @@ def _digits() -> Images:
     found = load_digits()
     images = torch.from_numpy(found.images).float().unsqueeze(1)
     labels = torch.from_numpy(found.target).long()
-    # Neighbours were written by the same person: shuffle, so that both parts have digits of everybody.
+    # Neighbours were written by the same person: shuffle, so that both parts have digits of all writers.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return _normalized("digits", images[order], labels[order], _DIGITS_HELD_OUT)
 

@@ -1,4 +1,4 @@
-"""A data set in two parts: one to learn from, one held out to judge by."""
+"""A data set in two parts: training data and held-out data."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_every_training_runs_alone_before_the_service_begins_and_preferences_tak
         [case for case in cases if (case.seed, case.requests) == key] for key in [(0, 10.0), (0, 20.0), (1, 10.0)]
     ]
     assert len({str(case) for case in rounds[0]}) == len(rounds[0]) == 4  # two preferences; ddp and none once
-    assert rounds[0][0].low_share != rounds[1][0].low_share  # each round begins with another one
+    assert rounds[0][0].low_share != rounds[1][0].low_share  # the first case rotates
     assert sorted(case.prefer for case in rounds[0]) == sorted(case.prefer for case in rounds[1])
 
 
@@ -262,7 +262,7 @@ def test_a_service_and_a_training_share_the_lines_and_both_are_measured() -> Non
             assert run.training.steps >= 8
             assert run.line_use is not None
             assert run.line_use > 0.01
-        # Packets are marked where a share was given, and only there.
+        # Packets are marked if and only if a share was given.
         assert (run.drops["low_packets"] > 0) == (run.case.low_share is not None)
     alone, paced = report.runs[0].training, report.runs[1].training
     assert alone is not None
@@ -300,7 +300,7 @@ def test_ctrl_c_leaves_neither_servers_nor_clients_nor_ranks(tmp_path: Path) -> 
 
 
 def started(folder: str, name: bytes) -> list[int]:
-    """Processes of that name whose environment has this folder for temporary files."""
+    """Processes of that name with this folder for temporary files in their environment."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -309,7 +309,7 @@ def started(folder: str, name: bytes) -> list[int]:
             except OSError:
                 continue
             inside = f"TMPDIR={folder}".encode() in settings.split(b"\0")
-            # Not the programs that enter a host, nor a shell on its way: the command itself.
+            # Only the command itself, not nsenter or a shell in front of it.
             first = os.path.basename(words.split(b"\0")[0])
             if inside and name in words and first not in (b"env", b"nsenter", b"sh", b"nice"):
                 found.append(int(entry.name))

@@ -109,7 +109,7 @@ def test_nginx_answers_over_connections_that_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_server_that_stalls_shows_in_all_requests_that_were_due_meanwhile(tmp_path: Path) -> None:
-    """A client that waits for answers would send one request into the stall, and report one long latency."""
+    """A closed-loop client would send one request into the stall, and report one long latency."""
     stall_s = 0.4
     stalled: list[float] = []
 
@@ -132,7 +132,7 @@ def test_a_server_that_stalls_shows_in_all_requests_that_were_due_meanwhile(tmp_
     begun_s, ended_s = (moment - begin_s for moment in stalled)
     meanwhile = [request for request in requests if begun_s < request.due_s < ended_s]
     assert len(meanwhile) > 0.6 * 200 * stall_s
-    # Sent when they were due, although nobody answered.
+    # Sent when they were due, although no server replied.
     assert sorted(request.late_s for request in meanwhile)[len(meanwhile) // 2] < 0.05
     # Each waited at least for the rest of the stall, counted from when it was due.
     assert all(request.due_s + request.latency_s > ended_s for request in meanwhile)
@@ -144,7 +144,7 @@ def test_a_server_that_stalls_shows_in_all_requests_that_were_due_meanwhile(tmp_
 
 @pytest.mark.thorough
 def test_failures_are_counted_by_kind() -> None:
-    """Servers that hang up, answer with too little or with an error, or not at all."""
+    """Servers that close the connection, send too little or an error, or never reply."""
     answers_of = {
         "connection": b"",
         "length": b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc",
@@ -239,7 +239,7 @@ def test_hosts_of_a_lab_fetch_from_each_other_and_leave_nothing_behind(lab: Call
         time.sleep(1.5)
         service.stop()
         requests = service.wait()
-        # Answers crossed the lines of all hosts.
+        # Responses crossed the access links of all hosts.
         bytes_up = [line.packets * 1500 for line in made.measured().lines if line.direction == "up"]
         processes = [*service.servers, *(client.process for client in service._clients)]
     result = ServiceResult.of(requests, seconds=1.2)
@@ -247,7 +247,7 @@ def test_hosts_of_a_lab_fetch_from_each_other_and_leave_nothing_behind(lab: Call
     assert 40 < result.requests < 110
     assert result.failed == {}
     assert result.mean_s is not None
-    assert result.mean_s > SIZE * 8 / 100e6  # as the line carries no more
+    assert result.mean_s > SIZE * 8 / 100e6  # the capacity of the link
     assert sum(bytes_up) > 0.9 * len(requests) * SIZE
     assert not folder.exists()
     assert all(process.poll() is not None for process in processes)

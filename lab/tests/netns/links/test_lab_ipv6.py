@@ -1,4 +1,4 @@
-"""A network of IPv6 alone: hosts without IPv4 addresses train, also where each has an address of its link besides."""
+"""IPv6-only networks: hosts without IPv4 addresses train, also with additional link-local addresses."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ dist.destroy_process_group()
 
 
 def to_ipv6(network: Lab, *, everywhere: bool) -> None:
-    """Takes away all IPv4 addresses of the network under test, and gives addresses of a link, and others if asked."""
+    """Removes all IPv4 addresses of the network under test; adds link-local addresses, and global ones on request."""
     for host, holder in enumerate(network.holders):
         commands = [
             f"address add fe80::{host + 1}/64 dev eth0 nodad scope link",

@@ -1,4 +1,4 @@
-"""Hosts behind routers that translate addresses: what the routers do, and ranks that find each other through them."""
+"""NAT traversal: hosts behind routers, and ranks that reach each other through them."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.lab
 
 KEY = bytes(range(32))
 ELEMENTS = 100_000
-# Waits for so many datagrams, and says from where they came; or sends one from a port to each address, again and again.
+# Waits for datagrams and prints their source addresses; or sends datagrams from one port to each address repeatedly.
 HEAR = """
 import json, socket, sys
 ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -48,7 +48,7 @@ for _ in range(20):
 
 
 def source_at(network: Lab, listeners: list[int], speaker: int) -> list[tuple[str, int]]:
-    """Address of one socket of a host as others see it."""
+    """Addresses of one socket of a host as seen by others."""
     ears = [network.start(host, [sys.executable, "-c", HEAR, "1", "5"], stdout=-1) for host in listeners]
     places = [f"198.18.0.{host + 1}" for host in listeners]
     mouth = network.start(speaker, [sys.executable, "-c", SPEAK, *places])
@@ -88,7 +88,7 @@ def test_wrong_routers_are_refused() -> None:
 
 
 def reduce_on(member: Member, options: Options, rounds: int, change_at: int, pause_s: float) -> dict[str, Any]:
-    """All-reduces, with a change that rank 0 asks for before one of them."""
+    """All-reduces, with a change requested by rank 0 before one of them."""
     times = []
     begin = time.perf_counter()
     with connect(member.store, member.rank, member.world, options) as transport:
@@ -126,7 +126,7 @@ def test_ranks_behind_two_routers_find_each_other_and_survive_new_ports(lab: Mak
     logs = run_ranks(reduce_on, 3, (options, 8, 4, 0.0), timeout_s=60, on_message=rebind, lab=network)
     assert [log["learned"] for log in logs] == [[1, 2], [2], [1]]
     assert logs[1]["hosts"][2] == "198.18.0.3" and logs[2]["hosts"][1] == "198.18.0.2"
-    assert logs[0]["reroutes"] >= 3 and logs[2]["reroutes"] >= 2  # both found rank 1 once more
+    assert logs[0]["reroutes"] >= 3 and logs[2]["reroutes"] >= 2  # both found rank 1 again
 
 
 @pytest.mark.thorough
@@ -144,5 +144,5 @@ def test_two_symmetric_routers_are_an_error_that_names_both_ranks(lab: MakeLab) 
         run_ranks(reduce_on, 3, (options, 1, -1, 0.0), timeout_s=60, lab=network)
     text = str(failed.value)
     assert Unreachable.__name__ in text and "symmetric NAT" in text
-    assert "rank 1 and rank 2 find no way" in text or "rank 2 and rank 1 find no way" in text
+    assert "rank 1 and rank 2 cannot reach" in text or "rank 2 and rank 1 cannot reach" in text
     assert "seen by rank 0 at 198.18.0." in text

@@ -18,7 +18,7 @@ ELEMENTS = 1_000_000
 
 
 def reduce_on(member: Member, options: Options, rounds: int, changes: dict[int, int]) -> dict[str, Any]:
-    """All-reduces. Rank 0 asks for a change, given by its number, in the middle of some rounds."""
+    """All-reduces. Rank 0 requests a change, given by its number, in the middle of some rounds."""
     times = []
     with connect(member.store, member.rank, member.world, options) as transport:
         group = Group(transport)
@@ -33,7 +33,7 @@ def reduce_on(member: Member, options: Options, rounds: int, changes: dict[int, 
             times.append(time.perf_counter() - begin)
             assert torch.all(tensor == sum(range(1, member.world + 1)))
             if index in changes:
-                time.sleep(1.5)  # a path that has come back is found
+                time.sleep(1.5)  # time to detect the restored path
         peer = 1 - member.rank
         return {"times": times, "paths": transport.paths(peer), "outages": transport.health()["path_outages"]}
 
@@ -53,8 +53,8 @@ def test_two_paths_carry_more_than_one_and_one_may_fail_and_return(lab: MakeLab)
     times = logs[0]["times"]
     alone_s = min(one["times"])
     assert min(times[2:4]) < 0.75 * alone_s and min(times[9:]) < 0.75 * alone_s
-    assert min(times[5:7]) > 0.85 * alone_s  # one path carries everything
-    assert times[4] < 2.0 * alone_s + 1.0  # which costs a detection, and no silence
+    assert min(times[5:7]) > 0.85 * alone_s  # one path has all traffic
+    assert times[4] < 2.0 * alone_s + 1.0  # the cost of failure detection, without a timeout
     for log in logs:
         assert [path.outages for path in log["paths"]] == [0, 1] and log["outages"] == 1
         assert all(path.up for path in log["paths"])

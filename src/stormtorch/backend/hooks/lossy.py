@@ -1,13 +1,13 @@
 # mypy: disable-error-code="attr-defined, arg-type"
-"""Lossy gradients for DDP and FSDP2 that keep the replicas bit-identical.
+"""Communication hooks with partial reliability: lossy gradients for DDP and FSDP2 that keep replicas bit-identical.
 
     state = stormtorch.LossyGradients()
     model.register_comm_hook(state, stormtorch.lossy_hook)      # DistributedDataParallel
     stormtorch.lossy_reduce_scatter(model, state)               # fully_shard
 
-Each rank owns a shard of the gradients and averages the contributions to it that arrived, its own among them. Under
-DDP, owners then send their averages exactly; under FSDP2, parameters are gathered exactly. So every rank applies the
-same gradients, and no rank waits for what the first half has lost.
+Each rank owns a shard of the gradients and averages the contributions to it that arrived, its own included. Under DDP,
+owners then send their averages exactly; under FSDP2, parameters are gathered exactly. So every rank applies the same
+gradients, and no rank waits for contributions that were lost.
 """
 
 import threading
@@ -37,10 +37,10 @@ class LossyGradients:
 
     Args:
         group: A group of the backend storm; None takes the default group. Only `lossy_hook` uses it.
-        wire: Type in which gradients travel. bfloat16 halves the bytes, int8 quarters them, and int4 takes a seventh;
-            sums are in float32 all the same. int8 and int4 round to randomly shifted grids, which is unbiased.
+        wire: Number format on the network. bfloat16 halves the bytes, int8 quarters them, and int4 takes a seventh;
+            sums are always in float32. int8 and int4 round to randomly shifted grids, which is unbiased.
         deadline_s: Seconds after which a lossy stage ends with what has arrived; None waits until every sender has
-            said that it is done.
+            reported that it is done.
     """
 
     group: Any = None
@@ -70,7 +70,7 @@ class LossyGradients:
         return storm_group(self.group or dist.distributed_c10d._get_default_group(), "lossy gradients")
 
     def count(self, pending: Pending) -> None:
-        """Counts what arrived in a reduction, as one of them however many exchanges it took."""
+        """Counts what arrived in a reduction, as one reduction even if it took several exchanges."""
         arrivals = pending.wait()
         if arrivals:
             with self._lock:
@@ -78,7 +78,7 @@ class LossyGradients:
                 self.arrived_sum += sum(arrival.fraction(stage=0) for arrival in arrivals) / len(arrivals)
 
     def wire_for(self, gradients: torch.Tensor, group: StormProcessGroup) -> tuple[Wire, Reliability]:
-        """Returns how gradients travel: in the wire's format, if they may lose anything, else exactly in their own."""
+        """Returns format and reliability of gradients: the wire's and lossy for floats, else their own and exact."""
         chunk_bytes = group.group.transport.chunk_bytes
         if gradients.dtype in _MAY_LOSE:
             return Wire(self.wire, chunk_bytes), self.reliability

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="arg-type, attr-defined, no-any-return"
-"""FSDP2 in few bits: weights are gathered and gradients scattered on random grids, unbiased and exactly delivered.
+"""Quantisation for FSDP2: weights are gathered and gradients scattered in 8 or 4 bits, unbiased and without loss.
 
     stormtorch.quantise(model)      # after fully_shard, on the backend storm
 
-This is QSDP (Markov et al., 2023) for `torch.distributed.fsdp.fully_shard`. Shards, and what optimizers see, stay as
-they are.
+This is QSDP (Markov et al., 2023) for `torch.distributed.fsdp.fully_shard`. Shards and optimizer states keep their
+precision.
 """
 
 import hashlib
@@ -36,10 +36,10 @@ _ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 def quantise(model: nn.Module, *, weight_bits: Bits = 8, gradient_bits: Bits = 8) -> None:
     """Makes every `fully_shard`ed module in `model` send its weights and gradients in few bits.
 
-    Elements are rounded to grids, one for each block of neighbours, that lie at random places: the mean over many
-    roundings is the value itself. All ranks compute with the same rounded weights, the owner of a shard included, in
-    forward and backward alike; optimizers update the shards as they are. Tensors other than float32, bfloat16 and
-    float16 travel as before, and so does everything where a group has one rank.
+    Each block of elements is rounded to a grid with a random offset, so the mean over many roundings is the value
+    itself. All ranks compute with the same rounded weights in forward and backward, the owner of a shard included;
+    optimizers update the unrounded shards. Tensors other than float32, bfloat16 and float16 are not quantised, and
+    neither is anything in a group of one rank.
 
     Args:
         model: A model with at least one module that `fully_shard` was applied to, on a group of the backend storm.
@@ -65,7 +65,7 @@ def quantise(model: nn.Module, *, weight_bits: Bits = 8, gradient_bits: Bits = 8
 
 
 def _check_backend(parameter: nn.Parameter) -> None:
-    """Refuses, before the first forward does, parameters none of whose shards lie on a group of ours."""
+    """Raises TypeError for a parameter that is sharded over groups of other backends only; the forward would fail."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         groups = [mesh.get_group(dim) for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
@@ -74,7 +74,7 @@ def _check_backend(parameter: nn.Parameter) -> None:
 
 
 class _Allocated:
-    """The part of torch's interface `Comm` that asks for memory."""
+    """The part of torch's interface `Comm` that allocates memory."""
 
     def __init__(self, wire: torch.dtype) -> None:
         self.wire = wire
@@ -136,7 +136,7 @@ class QuantisedReduceScatter(_Allocated):
 
 
 class _Decoded:
-    """An all-gather of messages under way, whose values are decoded by whoever waits for it."""
+    """An all-gather of encoded messages; the thread that waits for it decodes them."""
 
     def __init__(self, pending: Pending, decode: Callable[[], None]) -> None:
         self._pending, self._decode = pending, decode
@@ -165,6 +165,6 @@ def _waited(work: StormWork, async_op: bool) -> StormWork | None:
 
 
 def _seed(values: torch.Tensor, rank: int) -> int:
-    """Seed of the grids' offsets: another one after each step, and the same when backward gathers weights once more."""
+    """Seed of the grids' offsets: new after each step, but the same when backward gathers the weights again."""
     text = f"{int(values.view(torch.int32).sum(dtype=torch.int64))} {rank}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

@@ -1,4 +1,4 @@
-"""Results as pictures: one module per command, drawn with matplotlib."""
+"""Plots of results with matplotlib: one module per command."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from stormtorch.checks import BadSetting
 
 
 def check_plot(path: Path) -> None:
-    """Raises `BadSetting` where no picture could be made, before anything is measured."""
+    """Raises `BadSetting` if the plot cannot be drawn, before anything is measured."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:

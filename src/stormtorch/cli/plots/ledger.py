@@ -1,4 +1,4 @@
-"""Picture of what a training's files say: what arrived, what ranks waited for, and how far replicas were apart."""
+"""Plot of `stormtorch ledger`: chunks that arrived, waiting times, and drift between replicas."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,16 +9,16 @@ from stormtorch.telemetry.statistics import mean
 if TYPE_CHECKING:
     from stormtorch.telemetry.histories import RankHistory
 
-# Okabe-Ito: colours that colour-blind people tell apart.
+# Okabe-Ito: colours that colour-blind people can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#F0E442", "#000000")
 _WAITS = (("gradient_wait_s", "gradients", "#0072B2"), ("broadcast_wait_s", "parameters", "#E69F00"))
-# More lines than this hide each other: a band of all ranks and the worst one remain.
+# With more ranks than this, all are drawn in grey and only the worst one in colour.
 _MOST_LINES = 8
 _MOST_POINTS = 400
 
 
 def plot_histories(histories: "Sequence[RankHistory]", path: Path) -> None:
-    """Draws the accounts into `path`; its ending is the format."""
+    """Draws the histories into `path`; its suffix is the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 8.0), layout="constrained")
@@ -49,7 +49,7 @@ def _draw_arrived(histories: "Sequence[RankHistory]", axis: Any) -> None:
 
 
 def _draw_waits(histories: "Sequence[RankHistory]", axis: Any) -> None:
-    """Draws the waits of the rank that waited longest, a step."""
+    """Draws the waits per step of the rank that waited longest."""
     history = max(histories, key=lambda each: each.waited_s)
     layers, steps = [], list[float]()
     for name, _, _ in _WAITS:
@@ -65,7 +65,7 @@ def _draw_waits(histories: "Sequence[RankHistory]", axis: Any) -> None:
 
 def _draw_drift(histories: "Sequence[RankHistory]", axis: Any) -> None:
     axis.set(title="drift of replicas, and its bound", ylabel="mean square")
-    # Where drift is not measured, as under other policies, the axis stays empty and says so.
+    # Policies that do not measure drift leave the axis empty, with a text that says so.
     drawn = False
     for name, label, colour in (("pair_drift", "drift", "#0072B2"), ("pair_bound", "bound", "#D55E00")):
         history = max(histories, key=lambda each: len(_series(each, "pair_drift", 1.0)[0]))
@@ -84,7 +84,7 @@ def _series(history: "RankHistory", name: str, scale: float) -> tuple[list[float
 
 
 def _thinned(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
-    """Returns means of neighbours where there are more points than a picture shows."""
+    """Averages neighbouring points if there are more than a plot can show."""
     size = max(-(-len(points) // _MOST_POINTS), 1)
     blocks = [points[first : first + size] for first in range(0, len(points), size)]
     return [mean([step for step, _ in each]) for each in blocks], [

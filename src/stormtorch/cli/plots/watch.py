@@ -1,4 +1,4 @@
-"""A picture of a job: its verdict, its links, where its steps go, and four measures over time."""
+"""Plot of `stormtorch watch`: the verdict, the links, the breakdown of steps, and four measures over time."""
 
 import textwrap
 from pathlib import Path
@@ -14,7 +14,7 @@ _MOST_NUMBERS = 12
 
 
 def plot_watch(data: dict[str, Any], path: Path) -> None:
-    """Draws a snapshot into `path`; its ending is the format."""
+    """Draws a snapshot into `path`; its suffix is the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 9), layout="constrained")
@@ -39,7 +39,7 @@ def plot_watch(data: dict[str, Any], path: Path) -> None:
 
 
 def _plain(text: str) -> str:
-    """Text without the dollars that would begin a formula."""
+    """Escapes dollars, which would begin a formula."""
     return text.replace("$", r"\$")
 
 
@@ -51,7 +51,7 @@ def _matrix(axis: "Axes", data: dict[str, Any]) -> None:
         return
     values = [[float("nan") if value is None else 100 * value for value in row] for row in matrix["loss"]]
     known = [value for row in values for value in row if value == value]
-    # Half of the colours is enough: numbers must stay readable in the darkest cell.
+    # Use half of the colour range: numbers must stay readable in the darkest cell.
     axis.imshow(values, cmap="Oranges", vmin=0, vmax=2 * max([5.0, *known]), aspect="auto")
     axis.spines[:].set_visible(False)
     ranks = matrix["ranks"]

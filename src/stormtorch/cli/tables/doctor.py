@@ -1,4 +1,4 @@
-"""Findings of the doctor, as a terminal shows them: the verdict first, then the links, then what to paste."""
+"""Tables of `stormtorch doctor`: the verdict first, then the links, then settings to paste."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,15 +18,15 @@ _STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
 _MOST_IN_MATRIX = 7  # more do not fit into 80 columns
 _MOST_LINKS = 12
 _ODD: dict[str, Callable[[DirectedLink], int]] = {
-    "late": lambda link: link.reordered,
-    "twice": lambda link: link.duplicates,
+    "reordered": lambda link: link.reordered,
+    "duplicate": lambda link: link.duplicates,
     "overflow": lambda link: link.overflowed,
 }
-"""Counts that are seldom other than 0."""
+"""Columns that appear only if a count is not 0."""
 
 
 def show_machine(diagnoses: Sequence[Diagnosis], console: Console) -> None:
-    """Prints a line for each finding about this machine."""
+    """Prints a line for each diagnosis of this machine."""
     width = max(len(each.subject) for each in diagnoses)
     for each in diagnoses:
         hanging_indent(
@@ -54,7 +54,7 @@ def show_network(
     *,
     captured: Path | None = None,
 ) -> None:
-    """Prints the verdict with remedies, a table of the links, and what to paste."""
+    """Prints the verdict with remedies, a table of the links, and settings to paste."""
     _show_verdict(found, diagnoses, console)
     _show_links(found, diagnoses, console)
     _show_advice(advice, console)
@@ -64,7 +64,7 @@ def show_network(
         world = found.world
         console.print(
             Text(
-                f"\nKept in {captured}. Replay it:\n"
+                f"\nWrote {captured}. Replay it:\n"
                 f"  stormtorch lab run --hosts {world} --per-link {captured} -- python train.py\n"
                 f"  stormtorch simulate --workers {world} --per-link {captured}"
             ),
@@ -106,7 +106,7 @@ def _show_links(found: Examination, diagnoses: Sequence[Diagnosis], console: Con
 
     links = sorted(found.links.values(), key=badness)
     left_out = len(links) - _MOST_LINKS
-    caption = f"{left_out} more are not shown; --json has all." if left_out > 0 else None
+    caption = f"{left_out} more are not shown; --json lists all." if left_out > 0 else None
     table = new_table("\nThe worst links" if left_out > 0 else "\nThe links, the worst first", caption)
     table.add_column("from > to")  # names of hosts may be long
     odd = [name for name, count in _ODD.items() if any(count(link) for link in found.links.values())]
@@ -120,7 +120,7 @@ def _show_links(found: Examination, diagnoses: Sequence[Diagnosis], console: Con
 
 
 def _matrix(found: Examination) -> Table:
-    """Loss, round trip and rate of every link: who sends in the rows, who receives in the columns."""
+    """Loss, round trip and rate of every link: senders in the rows, receivers in the columns."""
     table = new_table(f"\n{len(found.links)} links in {found.seconds:.0f} s: loss, round trip, rate")
     table.add_column("from \\ to", no_wrap=True)
     ranks = sorted(found.ranks)
@@ -160,7 +160,7 @@ def _cells(link: DirectedLink, odd: Sequence[str]) -> list[str]:
 
 
 def _rate(link: DirectedLink) -> str:
-    # Where the sender was the slower part, the line carries at least that.
+    # If the sender was the bottleneck, the link carries at least this rate.
     return ("" if link.limited else ">") + rate_text(link.bottleneck_bits).replace("bit/s", "b/s")
 
 
@@ -172,7 +172,7 @@ def _show_advice(advice: Advice, console: Console) -> None:
     lines += ["import torch.distributed as dist", f"from stormtorch import {', '.join(sorted(names))}, prepare"]
     lines.append(f'dist.init_process_group("storm"{f", pg_options={options}" if options else ""})')
     lines.append(f"model, optimizer = prepare(model, optimizer, policy={policy})")
-    why = "it loses next to nothing, so that repair is free" if advice.exact else "it loses, and nothing waits for it"
+    why = "almost no loss, so retransmission is cheap" if advice.exact else "lossy, so no step waits for lost data"
     console.print(Text(f"\nSettings that suit this network ({why}):", style="bold"), soft_wrap=True)
     console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
 
@@ -182,18 +182,18 @@ def _show_cost(cost: PredictedCost, console: Console) -> None:
     at_least = "" if cost.rate_is_limit else "at least "
     lines = [
         f"The slowest link carries {at_least}{rate_text(cost.rate_bits)}; the mean loss is {loss_text(cost.loss)}.",
-        f"A reliable ring that wastes nothing: {time_text(cost.reliable_s)} of communication a step. gloo needs more.",
+        f"Ideal reliable ring all-reduce: {time_text(cost.reliable_s)} of communication a step; gloo needs more.",
         f"BoundedDrift: {time_text(cost.drift_s)} a step, and {100 * (cost.more_steps - 1):.1f} % more steps for "
-        "the same accuracy where noise limits training, otherwise fewer.",
+        "the same accuracy if gradient noise limits the training, fewer otherwise.",
         f"BoundedDrift(wire=torch.bfloat16): {time_text(cost.drift_s / 2)} a step.",
-        "Computation comes on top, and overlaps. `stormtorch theory` has the formulas and what they assume.",
+        "Computation is not included; it overlaps with communication. `stormtorch theory` explains the formulas.",
     ]
     for line in lines:
         hanging_indent("  ", line, console)
 
 
 def wide_console() -> Console:
-    """Console whose tables have the width of a terminal, or all that they need where the output goes elsewhere."""
+    """Console as wide as the terminal, or at least 120 columns if the output goes elsewhere."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, 120))
 

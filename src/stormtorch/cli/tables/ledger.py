@@ -1,4 +1,4 @@
-"""Tables of what a training's files say."""
+"""Tables of `stormtorch ledger`: ranks, worst links and events."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ _SHOWN_EVENTS = 10
 
 
 def show_histories(histories: "Sequence[RankHistory]", console: Console) -> None:
-    """Prints the answer, a line for each rank, the worst links and the last events."""
+    """Prints the summary, a line for each rank, the worst links and the last events."""
     console.print(one_sentence(histories), style="bold", markup=False, highlight=False)
     console.print()
     console.print(ranks_table(histories))
@@ -37,10 +37,10 @@ def show_histories(histories: "Sequence[RankHistory]", console: Console) -> None
 def ranks_table(histories: "Sequence[RankHistory]") -> Table:
     """One row per rank; times are those of one step."""
     unknown = any(history.latest("pair_drift") is None for history in histories)
-    note = "A drift of - was not measured." if unknown else None
+    note = "-: drift was not measured." if unknown else None
     table = new_table("means of a step", note)
     table.add_column("rank", min_width=7, max_width=24, overflow="fold")
-    # Most trainings begin no view but the first, and 80 columns are few.
+    # Most trainings have only one view, and 80 columns are few.
     views = any(history.total("view_wait_s") for history in histories)
     headings = ["steps", "time", "waits:\ngradients", "para-\nmeters", *["views"] * views]
     for heading in (*headings, "sent", "arrived", "drift", "bound"):
@@ -64,7 +64,7 @@ def ranks_table(histories: "Sequence[RankHistory]") -> Table:
 
 
 def links_table(histories: "Sequence[RankHistory]") -> Table:
-    """The links that lost most."""
+    """Table of the links that lost most."""
     links = all_links(histories)
     more = len(links) - _SHOWN_LINKS
     table = new_table("links, the worst first", f"and {more} more" if more > 0 else None)

@@ -1,4 +1,4 @@
-"""Tables of what flight records say."""
+"""Tables of `stormtorch postmortem`: the collectives of each rank around the first difference."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ _MOST_RANKS = 32
 
 
 def show_failures(failures: "Sequence[GroupFailure]", console: Console) -> None:
-    """Prints the sentence of each group, what its ranks did around that point, and the errors that they raised."""
+    """Prints for each group the result, what its ranks did around that point, and their errors."""
     for failure in failures:
         console.print(failure.sentence, style="bold", markup=False, highlight=False)
         console.print()
@@ -31,9 +31,9 @@ def show_failures(failures: "Sequence[GroupFailure]", console: Console) -> None:
 
 
 def operations_table(failure: "GroupFailure") -> Table:
-    """What each rank did around the collective in which ranks differ; ranks that did the same share a row."""
+    """What each rank did around the collective in which ranks differ. Ranks that did the same share a row."""
     table = new_table(
-        f"group {escape(failure.group)}", "Times are those since the first of these operations began.", keys=2
+        f"group {escape(failure.group)}", "Times count from the start of the first of these operations.", keys=2
     )
     table.add_column("collective", justify="right")
     table.add_column("ranks")

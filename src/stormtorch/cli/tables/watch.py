@@ -1,4 +1,4 @@
-"""Screen of `stormtorch watch` in a terminal, and its one line where there is none."""
+"""Terminal screen of `stormtorch watch`, and its single line for logs."""
 
 import time
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _MOST_NOTES = 6
 
 
 def screen(data: dict[str, Any], *, keys: bool = False) -> Group:
-    """Returns the state of a job for a terminal. Texts of records are shown as they are, never as markup."""
+    """Returns the state of a job for a terminal. Texts of records are never interpreted as markup."""
     parts: list[RenderableType] = [_head(data), _verdict(data), _numbers(data)]
     if data["ranks"]:
         parts += [_links(data), _ranks(data)]
@@ -88,14 +88,14 @@ def _numbers(data: dict[str, Any]) -> Text:
         ("slowest rank ", _percent(cost["straggler_share"])),
         ("links lose ", _percent(cost["link_loss"])),
         ("missing ", _percent(cost["lost"])),
-        ("sends ", _rate(cost["sent"]) + (f" ({_percent(min(1.0, share))} of the line)" if share is not None else "")),
+        ("sends ", _rate(cost["sent"]) + (f" ({_percent(min(1.0, share))} of its link)" if share is not None else "")),
         ("batch that counts ", _percent(cost["effective_batch"])),
     ]
     if cost["more_steps"] is not None:
-        parts.append(("more steps by theory ", _percent(cost["more_steps"])))
+        parts.append(("extra steps (theory) ", _percent(cost["more_steps"])))
     text = Text()
     for name, value in parts:
-        # What belongs together stays on a line.
+        # A name and its value stay on one line.
         text.append(name.replace(" ", "\N{NO-BREAK SPACE}"), style="dim")
         text.append(value.replace(" ", "\N{NO-BREAK SPACE}") + "   ")
     return text
@@ -134,13 +134,13 @@ def _worst(data: dict[str, Any]) -> Table:
 def _cell(value: float | None, blamed: bool) -> Text:
     if value is None:
         return Text("·", style="dim")
-    # The steps of colour are those of the page: nothing, felt, bad.
+    # The same colour thresholds as the web page: unnoticed, noticeable, bad.
     style = "bold red" if value >= 0.05 else "yellow" if value >= 0.005 else "default"
     return Text(f"{100 * value:.1f}", style=f"{style} reverse" if blamed else style)
 
 
 def _ranks(data: dict[str, Any]) -> Fitting:
-    """The table of ranks. On a narrow terminal the bars become shorter first, then columns go that matter less."""
+    """The table of ranks. A narrow terminal first gets shorter bars, then fewer columns."""
     forms = [_ranks_table(data, bar, ()) for bar in (_BAR, 20, 12)]
     gone = ("overflow", "cores", "host", "step")
     forms += [_ranks_table(data, 10, gone[: count + 1]) for count in range(len(gone))]

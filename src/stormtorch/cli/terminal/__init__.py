@@ -1,1 +1,1 @@
-"""What all commands share: options, help, completion, tables and progress on a terminal."""
+"""Terminal interface shared by all commands: options, help, completion, tables and progress."""

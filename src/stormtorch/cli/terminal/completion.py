@@ -1,10 +1,10 @@
-"""Values that the shell offers for options with fixed choices, also for lists separated by commas."""
+"""Shell completion for options with fixed choices, and for comma-separated lists of them."""
 
 from collections.abc import Callable
 
 
 def complete_choice(*choices: str) -> Callable[[str], list[str]]:
-    """Completes one value out of several, each given by itself or as a list separated by commas."""
+    """Completes one value; `choices` are single values or comma-separated lists of them."""
     known = _split(choices)
 
     def complete(incomplete: str) -> list[str]:
@@ -14,7 +14,7 @@ def complete_choice(*choices: str) -> Callable[[str], list[str]]:
 
 
 def complete_choice_list(*choices: str) -> Callable[[str], list[str]]:
-    """Completes the last of a list separated by commas, without those that it already has."""
+    """Completes the last item of a comma-separated list, without those that it already has."""
     known = _split(choices)
 
     def complete(incomplete: str) -> list[str]:

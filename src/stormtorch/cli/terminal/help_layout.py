@@ -1,4 +1,4 @@
-"""Help of commands: prose that fills the terminal, and examples that can be copied out of it at any width."""
+"""Layout of help texts: prose fills the terminal, and examples can be copied at any width."""
 
 import inspect
 import re
@@ -11,30 +11,30 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 LAB_COMMANDS = ("bench", "chaos", "demo", "lab", "report", "simulate", "theory", "train")
-"""Commands of the distribution stormtorch-lab."""
-# What rich leaves of the terminal for text.
+"""Commands of the package stormtorch-lab."""
+# Columns of the terminal that rich does not leave for text.
 _FRAME = 2
-# Most that rich uses where it finds no terminal, and least that an example is broken for.
+# Width that rich assumes without a terminal, and the narrowest one for which an example is wrapped.
 _NO_TERMINAL, _NARROWEST = 80, 40
 _WORD = r"(?:'[^']*'|\"[^\"]*\"|\S+)"
-# What is not broken: the program behind a --, an option with its value, a word.
+# Never wrapped: the program after a --, an option with its value, a word.
 _PART = re.compile(rf"-- .+|--?[a-z][\w-]*(?: (?!-){_WORD})?|{_WORD}")
 Function = TypeVar("Function", bound=Callable[..., Any])
 _EXAMPLE = re.compile(r"^  (\S.*?)(?:\s{3,}(\S.*))?$")
 
 
 def lay_out(text: str, width: int) -> str:
-    """Fills paragraphs, and puts examples one under the other: each whole, and what it is for behind a #.
+    """Fills paragraphs and lists the examples, each with its comment behind a #.
 
     Args:
-        text: A docstring: lines of an example begin with two spaces; what it is for stands behind three or more.
+        text: A docstring: an example begins with two spaces; its comment follows after three or more.
         width: Columns of the terminal.
     """
     parts: list[str] = []
     for paragraph in text.split("\n\n"):
         lines = paragraph.split("\n")
         if all(line.startswith("  ") for line in lines):
-            # Examples follow each other, and the line that says what they are.
+            # Examples belong to the heading before them.
             parts[-1] += f"\n{_examples(lines, max(width - _FRAME, _NARROWEST))}"
         else:
             parts.append(" ".join(line.strip() for line in lines))
@@ -51,13 +51,13 @@ def _examples(lines: list[str], width: int) -> str:
         if note and not beside:
             found.append(f"  {note}")
         end = f"{' ' * (column - len(command) + 2)}{note}" if note and beside else ""
-        # Not before it is escaped: that doubles what ends a text.
+        # Escape before joining: escaping doubles a final backslash.
         found.append(" \\\n".join(map(escape, _broken(command, width))) + end)
     return "\n".join(found)
 
 
 def _broken(command: str, width: int) -> list[str]:
-    """Breaks a command before an option or a word, as a shell goes on reading it."""
+    """Wraps a command before an option or a word, with line continuations of the shell."""
     lines, line = [], "  "
     for part in re.findall(
         r"-- .+|(?:--?[a-z][\w-]*(?: (?!-)(?:'[^']*'|\"[^\"]*\"|\S+))?)|'[^']*'|\"[^\"]*\"|\S+", command
@@ -70,7 +70,7 @@ def _broken(command: str, width: int) -> list[str]:
 
 
 class _LaidOut:
-    """Part of a command or group whose help is laid out when it is shown."""
+    """Mixin of a command or group: lays out its help when it is shown."""
 
     help: str | None
 
@@ -93,14 +93,14 @@ class Group(_LaidOut, TyperGroup):
     """Commands whose help is laid out."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Finds a command; says so where it is one of the lab, which is not installed."""
+        """Finds a command; fails with a hint if it belongs to the lab and that is not installed."""
         if ctx.parent is None and args[0] in LAB_COMMANDS and self.get_command(ctx, args[0]) is None:
             ctx.fail(f"{args[0]} is a command of the lab: pip install stormtorch-lab")
         return super().resolve_command(ctx, args)
 
 
 class App(typer.Typer):
-    """An application with such commands."""
+    """An application whose commands have such help."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=Group, rich_markup_mode="rich", no_args_is_help=True, **settings)

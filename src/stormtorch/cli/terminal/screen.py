@@ -1,4 +1,4 @@
-"""Tables and progress in a terminal; where there is none, a line every ten seconds."""
+"""Tables and progress bars in a terminal; without one, a line of progress every ten seconds."""
 
 import contextlib
 import copy
@@ -27,16 +27,16 @@ from rich.text import Text, TextType
 from stormtorch.telemetry.progress import Advance
 
 EVERY_S = 10.0
-"""Seconds between two lines of progress where there is no terminal."""
-# Columns between two of a table, where there is room.
+"""Seconds between two lines of progress without a terminal."""
+# Gap between two columns of a table, if the width allows it.
 _GAP = 2
-# Least width of prose in a table, most of the text above and below one, and what stands for no limit.
+# Least width of prose in a table, greatest width of its title and caption, and a width that means no limit.
 _PROSE, _PAGE, _WIDE = 16, 100, 10_000
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, start: str, *, unit: str = "rounds") -> Iterator[Advance]:
-    """Shows a bar on the standard error, so that tables can be piped; where that is no terminal, a line every ten
+    """Shows a progress bar on standard error, so that tables can be piped; without a terminal, a line every ten
     seconds.
     """
     console = Console(stderr=True)
@@ -67,7 +67,7 @@ def progress_bar(total: int, start: str, *, unit: str = "rounds") -> Iterator[Ad
 
 @contextlib.contextmanager
 def progress_status(start: str) -> Iterator[Advance]:
-    """Says what is being done: by a spinner in a terminal, by a line for each step elsewhere, on the standard error."""
+    """Shows the current step on standard error: a spinner in a terminal, otherwise a line for each step."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         with console.status(start) as status:
@@ -98,9 +98,7 @@ def _progress_lines(total: int, start: str, unit: str, console: Console) -> Iter
 
 @contextlib.contextmanager
 def periodic_lines(line: Callable[[], str], console: Console) -> Iterator[None]:
-    """Prints a line every ten seconds while the block runs: pipes and logs of CI have no bars. An empty line is left
-    out.
-    """
+    """Prints a line every ten seconds while the block runs, for pipes and logs of CI. Empty lines are skipped."""
     done = threading.Event()
 
     def speak() -> None:
@@ -118,12 +116,12 @@ def periodic_lines(line: Callable[[], str], console: Console) -> Iterator[None]:
 
 
 def hanging_indent(head: str | tuple[str, str], text: str | tuple[str, str], console: Console) -> None:
-    """Prints prose whose lines all begin behind its head; where there is no terminal, on one line.
+    """Prints a head and prose with a hanging indent; without a terminal, on one line.
 
     Args:
-        head: What stands before the first line, with a style or without.
-        text: Prose, with a style or without.
-        console: Where to.
+        head: Text before the first line, with or without a style.
+        text: Prose, with or without a style.
+        console: Console to print to.
     """
     if not console.is_terminal:
         console.print(Text.assemble(head, text), soft_wrap=True)
@@ -136,13 +134,13 @@ def hanging_indent(head: str | tuple[str, str], text: str | tuple[str, str], con
 
 
 def new_table(title: str, caption: str | Text | None = None, *, keys: int = 1, lines: bool = True) -> "FittingTable":
-    """Makes a table that no terminal cuts; all tables of commands come from here.
+    """Makes a table that is never truncated, however narrow the terminal. All commands use it.
 
     Args:
         title: Text above it.
         caption: Text below it.
-        keys: Number of its first columns, which say what a row is about.
-        lines: Whether there are lines above it, below it and under its headings. There are no vertical ones.
+        keys: Number of leading columns that identify a row.
+        lines: Whether there are horizontal lines above it, below it and under its headings.
     """
     table = FittingTable(box=box.HORIZONTALS if lines else None, pad_edge=False, title=title, caption=caption)
     table.keys = keys
@@ -154,13 +152,13 @@ class _ColumnWidth(NamedTuple):
 
     least: int
     broken: int
-    """Width that the column needs if its heading is broken at spaces."""
+    """Least width if the heading is wrapped at spaces."""
     best: int
 
 
 class FittingTable(Table):
-    """A table that gives way to a narrow terminal and leaves nothing out: first prose is wrapped, then headings are
-    broken and gaps become narrower, then columns follow below, behind those that say what a row is about.
+    """A table that fits a narrow terminal without leaving anything out. It first wraps prose, then wraps headings and
+    narrows gaps, then moves columns below, repeating the key columns.
     """
 
     keys = 1
@@ -185,7 +183,7 @@ class FittingTable(Table):
         return _ColumnWidth(max(least, heading.maximum), max(least, heading.minimum), max(longest, heading.maximum))
 
     def _parts(self, needs: Sequence[_ColumnWidth], available_width: int) -> Iterator[tuple[list[int], int]]:
-        """The columns that stand beside each other, and the gap between them."""
+        """Groups of columns that fit side by side, and the gap between columns."""
         every = list(range(len(needs)))
         for gap in (_GAP, 1):
             if self._least(every, gap, needs) <= available_width:
@@ -213,11 +211,11 @@ class FittingTable(Table):
         spare = available_width - sum(widths.values()) - self._between(chosen, gap)
         for index in sorted(chosen, key=lambda index: needs[index].best - widths[index]):
             more = needs[index].best - widths[index]
-            if more > spare:  # of use to prose only
+            if more > spare:  # only prose can use it
                 more = 0 if self.columns[index].no_wrap else max(spare, 0)
             widths[index] += more
             spare -= more
-        while spare < 0 and max(widths.values()) > 1:  # one column beside the first ones is too much: words are broken
+        while spare < 0 and max(widths.values()) > 1:  # not even one column fits beside the keys: break words
             widths[max(widths, key=widths.__getitem__)] -= 1
             spare += 1
         return widths

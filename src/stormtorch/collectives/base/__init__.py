@@ -1,1 +1,1 @@
-"""What every collective stands on: groups of ranks, reduce operations, tensors as spans of memory, and objects."""
+"""Base of all collectives: groups of ranks (communicators), reduce operations, tensors as memory spans, objects."""

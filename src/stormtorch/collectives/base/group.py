@@ -1,4 +1,4 @@
-"""Groups of ranks that call the same collectives in the same order, and collectives under way."""
+"""Groups of ranks (communicators) that call the same collectives in the same order, and their started collectives."""
 
 import copy
 from collections.abc import Callable, Generator, Sequence
@@ -13,7 +13,7 @@ from stormtorch.reliability import Priority
 T = TypeVar("T")
 
 Steps = Generator[Plan, ExchangeResult, None]
-"""Collective as a generator: it yields the plan of an exchange and receives the arrival of that exchange."""
+"""Collective as a generator: it yields the plan of an exchange and receives that exchange's result."""
 
 
 def nothing() -> Steps:
@@ -22,7 +22,7 @@ def nothing() -> Steps:
 
 
 class Pending:
-    """Collective under way. The caller must leave its tensors alone until `wait` has returned.
+    """Started collective. The caller must not touch its tensors until `wait` has returned.
 
     A collective of several exchanges starts the next one only within a call of `wait` or `done`.
     """
@@ -37,7 +37,7 @@ class Pending:
         self._advance(None)
 
     def wait(self, timeout_s: float | None = None) -> list[ExchangeResult]:
-        """Blocks until the collective has ended and returns the arrival of each of its exchanges."""
+        """Blocks until the collective has ended and returns the result of each of its exchanges."""
         if self._error is not None:
             raise self._error
         while self._exchange is not None:
@@ -45,7 +45,7 @@ class Pending:
         return self._arrivals
 
     def cancel(self) -> None:
-        """Gives the collective up. Its tensors belong to the caller again; `wait` raises `Closed` from now on."""
+        """Cancels the collective. Its tensors belong to the caller again; `wait` raises `Closed` from now on."""
         if self.ended or self._exchange is None:
             return
         self._exchange.cancel()
@@ -53,21 +53,21 @@ class Pending:
             self._exchange.wait()
         except Exception as error:
             self._error = error
-        self._error = self._error or Closed("the collective was given up")
+        self._error = self._error or Closed("the collective was cancelled")
 
     def stop(self) -> None:
-        """Gives the collective up while another thread waits for it: that thread's `wait` raises `Closed` soon."""
+        """Cancels the collective while another thread waits for it: that thread's `wait` raises `Closed` soon."""
         exchange = self._exchange
         if exchange is not None:
             exchange.cancel()
 
     @property
     def ended(self) -> bool:
-        """Whether the collective is already known to have ended, without asking the transport."""
+        """Whether the collective is already known to have ended, without polling the transport."""
         return self._exchange is None or self._error is not None
 
     def done(self) -> bool:
-        """Asks whether the collective has ended, well or not; starts its next exchange when one has ended."""
+        """Whether the collective has ended, well or not; starts its next exchange when one has ended."""
         while not self.ended and self._exchange is not None and self._exchange.done():
             try:
                 self._step(self._exchange, None)
@@ -104,11 +104,11 @@ class Group:
     Args:
         transport: Carries the exchanges.
         ranks: The members, as ranks of the transport; None takes all of them.
-        name: Tells apart groups of the same ranks.
+        name: Name of the group, which distinguishes groups of the same ranks.
         view: View for which the group is made, or 0: see `Plan.view`.
-        interrupted: Asked while a collective is waited for: see `Plan.interrupted`.
-        priority: Priority of the group's traffic: "normal" or "low"; None is the job's own. A job that begins with
-            `Options(priority="both")` has groups of both.
+        interrupted: Function that is called during a wait for a collective: see `Plan.interrupted`.
+        priority: Priority of the group's traffic: "normal" or "low"; None is the job's own. A job with
+            `Options(priority="both")` may have groups of both.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Group:
         self._reserved: tuple[int, range] | None = None
 
     def reordered(self, order: Sequence[int]) -> "Group":
-        """Returns a group of the same ranks in another order, on the same channel. The order decides who owns what."""
+        """Returns a group of the same ranks in another order, on the same channel. The order decides the owners."""
         ranks = [self.ranks[position] for position in order]
         other = Group(
             self.transport,
@@ -154,7 +154,7 @@ class Group:
         return other
 
     def on_channel(self, name: str) -> "Group":
-        """Returns the same ranks on the channel of a name alone, which goes on when others have taken ranks' places."""
+        """Returns the same ranks on a channel named by `name` alone, which outlives changes of the members."""
         other = copy.copy(self)
         other._channel = (name,)
         return other
@@ -182,15 +182,15 @@ class Group:
             return self.transport.channels.take(self._channel, count)
         channel, left = self._reserved
         if count > len(left):
-            raise RuntimeError(f"group {self.name}: {len(left)} sequence numbers were taken ahead, {count} are needed")
+            raise RuntimeError(f"group {self.name}: {len(left)} sequence numbers were reserved, {count} are needed")
         self._reserved = channel, left[count:]
         return channel, left[0]
 
     def reserve_ahead(self, count: int) -> "Group":
-        """Takes `count` sequence numbers now, for collectives that begin later.
+        """Reserves `count` sequence numbers now, for collectives that begin later.
 
-        Returns a group of the same ranks that hands them out. Ranks may begin these collectives before or after others
-        of this group, but must begin them in the same order.
+        Returns a group of the same ranks that uses them. Ranks may begin these collectives before or after others of
+        this group, but must begin them in the same order.
         """
         channel, first = self.reserve(count)
         other = copy.copy(self)
@@ -201,9 +201,9 @@ class Group:
     def node_layout(self) -> "NodeLayout | None":
         """Layout of the ranks over machines, if several machines have the same number of ranks, two or more.
 
-        None for any other layout, and for a group with a view, whose exchanges go on without ranks that are gone: a
-        hierarchy would lose a whole machine's contributions with one rank. Who can repeat an exchange in the next view
-        asks `by_machine`.
+        None for any other layout, and for a group with a view: its exchanges go on without lost ranks, and a hierarchy
+        would lose a whole machine's contributions with one rank. A caller that repeats such an exchange in the next
+        view uses `by_machine`.
         """
         return None if self.view or self.interrupted is not None else self.by_machine(self.transport.machine_of)
 
@@ -233,14 +233,14 @@ class Group:
         return self.transport.channels.take((*self._channel, "pair", source, target, tag))
 
     def complete_only(self, placed: list[T], arrival: ExchangeResult) -> list[T]:
-        """Keeps, of one item per rank, those of ranks whose messages have arrived whole, and this rank's own.
+        """Returns the items, of one per rank, of the ranks whose messages arrived whole, and this rank's own.
 
-        In a group without a view that is all of them.
+        In a group without a view, these are all.
         """
         return [each for peer, each in enumerate(placed) if arrival.fraction(peer=self.ranks[peer]) == 1.0]
 
     def others(self) -> list[int]:
-        """Lists the other ranks, starting after this one, so that ranks do not all send to the same one first."""
+        """Lists the other ranks, starting after this one, so that not all ranks send to the same one first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def check_rank(self, rank: int, what: str) -> None:
@@ -258,7 +258,7 @@ class NodeLayout:
     inside: Group
     """Ranks of this rank's machine."""
     between: Group
-    """Ranks that have the same place on their machines as this rank, one of each machine."""
+    """Ranks at the same position on their machines as this rank, one of each machine."""
 
     @classmethod
     def of(cls, group: Group, machines: tuple[tuple[int, ...], ...]) -> "NodeLayout":
@@ -277,5 +277,5 @@ class NodeLayout:
         return self.inside.size
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Returns the machine of a rank, and its place there."""
+        """Returns the machine of a rank, and its position there."""
         return next((at, ranks.index(rank)) for at, ranks in enumerate(self.machines) if rank in ranks)

@@ -1,4 +1,4 @@
-"""Objects that travel between ranks, read as data and never as code."""
+"""Collectives of Python objects: gather and exchange, decoded as data and never as code."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from stormtorch.collectives.base.group import Group, Pending
 from stormtorch.errors import Interrupted, StormError
 from stormtorch.exchange.exchange import ExchangeResult
 
-# Bytes come from peers: no shard's state is larger than this.
+# Sizes come from peers: no shard's state is larger than this.
 _MOST_BYTES = 1 << 40
 
 
 def pack(value: object) -> torch.Tensor:
-    """Returns an object of numbers, strings, lists, dictionaries and tensors as bytes."""
+    """Encodes an object of numbers, strings, lists, dictionaries and tensors."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
 def unpack(message: torch.Tensor) -> Any:
-    """Returns the object that `pack` was given."""
+    """Decodes an object that `pack` encoded."""
     return torch.load(io.BytesIO(message.numpy().tobytes()), weights_only=True)
 
 
@@ -33,20 +33,20 @@ def gather(own: object, group: Group) -> list[Any]:
     """Gathers an object of every rank.
 
     Raises:
-        Interrupted: A rank is gone, and another view begins without it.
+        Interrupted: A rank was lost, and another view begins without it.
     """
     return [unpack(each) for each in exchange([pack(own)] * group.size, group)]
 
 
 def exchange(messages: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-    """Sends a message of bytes to every rank, and returns the one that came from each.
+    """Sends a message of bytes to every rank, and returns those received, one per rank.
 
     Args:
         messages: One message per rank, of any size.
         group: Ranks that take part.
 
     Raises:
-        Interrupted: A rank is gone, and another view begins without it.
+        Interrupted: A rank was lost, and another view begins without it.
     """
     given = [torch.tensor([each.numel()], dtype=torch.int64, device="cpu") for each in messages]
     sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in messages]
@@ -57,13 +57,15 @@ def exchange(messages: Sequence[torch.Tensor], group: Group) -> list[torch.Tenso
 
 
 def room(size: int, peer: int, group: Group) -> torch.Tensor:
-    """Returns memory for a message of bytes from a rank, which has told its size.
+    """Allocates a buffer for a message from a rank, which has announced its size.
 
     Raises:
-        StormError: The size cannot be right.
+        StormError: The size is out of range.
     """
     if not 0 <= size <= _MOST_BYTES:
-        raise StormError(f"rank {group.transport.rank}: rank {peer} announces a message of {size} bytes")
+        raise StormError(
+            f"rank {group.transport.rank}: rank {peer} announces a message of {size} bytes, which is out of range"
+        )
     return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
@@ -72,12 +74,12 @@ def _all(group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.T
 
 
 def complete(pending: Pending, group: Group) -> list[ExchangeResult]:
-    """Waits for a collective, and returns the arrivals of its exchanges if nothing is missing.
+    """Waits for a collective, and returns the results of its exchanges if nothing is missing.
 
     Raises:
-        Interrupted: A rank is gone, and another view begins without it.
+        Interrupted: A rank was lost, and another view begins without it.
     """
     arrivals = pending.wait()
     if any(arrival.arrived < 1.0 for arrival in arrivals):
-        raise Interrupted(f"rank {group.transport.rank}: a rank is gone in the midst of {group.name}")
+        raise Interrupted(f"rank {group.transport.rank}: a rank was lost during {group.name}")
     return arrivals

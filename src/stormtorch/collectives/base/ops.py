@@ -1,4 +1,4 @@
-"""Reduce operations: which tensors they take, and how torch reduces contributions in rank order."""
+"""Reduce operations (SUM, AVG, MIN and others): their dtypes, and the reduction by torch in rank order."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -45,7 +45,7 @@ REDUCIBLE = {
 
 
 def check(tensor: torch.Tensor, op: Op, reliability: Reliability) -> None:
-    """Raises ValueError if the operation does not exist for the tensor's type, or must be exact but may lose."""
+    """Raises ValueError if the operation does not exist for the tensor's type, or cannot be lossy but is."""
     if tensor.dtype not in REDUCIBLE:
         raise ValueError(
             f"{op.name} of {tensor.dtype} does not exist: convert the tensor first, for example to float32"
@@ -63,7 +63,7 @@ def check(tensor: torch.Tensor, op: Op, reliability: Reliability) -> None:
 
 
 def on_arrival(tensor: torch.Tensor, op: Op) -> bool:
-    """Tells whether the engine reduces chunks itself, as they arrive."""
+    """Whether the engine reduces chunks itself, as they arrive."""
     return op in (Op.SUM, Op.AVG) and tensor.dtype in WIRE_DTYPES
 
 

@@ -22,13 +22,13 @@ def size(tensor: torch.Tensor) -> int:
 
 
 def check_lossy(tensor: torch.Tensor, reliability: Reliability, what: str) -> None:
-    """Raises ValueError unless the data may lose chunks: half of an index or of a pickled object is of no use."""
+    """Raises ValueError if a lossy message is not floating-point: a part of an index or pickled object is useless."""
     if not reliability.exact and not tensor.is_floating_point():
         raise ValueError(f"{what} of {tensor.dtype} must be exact: only floating-point tensors may be lossy")
 
 
 def shards(elements: int, element_bytes: int, count: int) -> list[tuple[int, int]]:
-    """Cuts a vector into `count` nearly equal shards, in order: (first element, elements). Some may be empty."""
+    """Partitions a vector into `count` nearly equal shards, in order: (first element, elements). Some may be empty."""
     align = max(_ALIGNMENT_BYTES // element_bytes, 1)
     each = -(-elements // count)
     each = -(-each // align) * align

@@ -1,1 +1,1 @@
-"""Number formats that travel in place of float32: 16 bits, int8 and int4 by block, and sparse codes."""
+"""Gradient compression: number formats on the network in place of float32, int8 and int4 by block, and sparse codes."""

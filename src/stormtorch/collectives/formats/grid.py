@@ -1,7 +1,7 @@
-"""Averages float32 tensors that travel as eight or four bits per element, rounded without bias.
+"""Quantised all-reduce and reduce-scatter: float32 tensors travel as 8 or 4 bits per element, rounded without bias.
 
-Each block of neighbours has a grid between its smallest and largest value, shifted by a random offset; every element is
-rounded to the nearest point of the grid. Owners add in float32 and round the result once more before they send it.
+Each block of elements has a grid between its smallest and largest value, shifted by a random offset; every element is
+rounded to the nearest point of the grid. Owners sum in float32 and round the result once more before they send it.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 class Grids(NamedTuple):
-    """How elements of a type are rounded: `engine/math/grid.hpp` says why blocks are as long as they are."""
+    """How elements of a type are rounded; `engine/math/grid.hpp` explains the length of blocks."""
 
     code: WireDtype
     """Number of the type in the engine."""
@@ -36,15 +36,15 @@ class Grids(NamedTuple):
 
     @property
     def element_bytes(self) -> float:
-        """Bytes of an element and its share of the grid, which has 8."""
+        """Bytes of an element and its part of the grid, which has 8."""
         return self.bits / 8 + 8 / self.block_elements
 
     def chunk_elements(self, chunk_bytes: int) -> int:
-        """Returns how many elements a full chunk carries: blocks of codes, each after its grid, the last one short."""
+        """Returns the elements of a full chunk: blocks of codes, each after its grid, the last one short."""
         return _engine.grid_elements(self.code, chunk_bytes)
 
     def message_bytes(self, elements: int, chunk_bytes: int) -> int:
-        """Returns the bytes of a message with so many elements."""
+        """Returns the bytes of a message of `elements` elements."""
         return _engine.grid_bytes(self.code, elements, chunk_bytes)
 
     def encode(self, values: torch.Tensor, chunk_bytes: int, seed: int, out: int) -> None:
@@ -214,7 +214,7 @@ def _reduce_scatter(
 
 
 def _reduction(encoded: _Encoded, out: WireDtype, own: int, into: int, elements: int, me: int, op: Op) -> Reduction:
-    # Grids of results have other offsets than grids of contributions.
+    # The grids of results need offsets that are independent of those of contributions.
     seed = encoded.seed ^ 1 << 60
     _, length = encoded.spans[me]
     wire = encoded.grids.code

@@ -1,8 +1,8 @@
-"""A sparse code: of every block of elements only some travel, each as its place and a narrow value.
+"""Sparse gradient compression (top-k by block): only some elements of a block travel, each as index and narrow value.
 
-Values have 2 bits, a sign and one of two magnitudes that belong to the block, or 16 bits (bfloat16). A block of 4,096
-elements of which 64 travel in 2 bits has 116 bytes instead of 16,384. Blocks do not span chunks, so what arrives of a
-message can be read whatever else is lost. B blocks, K chosen elements of each.
+Values have 2 bits, a sign and one of the block's two magnitudes, or 16 bits (bfloat16). A block of 4,096 elements of
+which 64 travel in 2 bits has 116 bytes instead of 16,384. Blocks do not span chunks, so every chunk that arrives can be
+decoded alone. B blocks, K chosen elements of each.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Sparse:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block: magnitudes, places and values."""
+        """Bytes of a block: magnitudes, indices and values."""
         return (4 if self.bits == 2 else 0) + self.keep * (_INDEX_BITS + self.bits) // 8
 
     def blocks(self, chunk_bytes: int) -> int:
-        """Returns how many blocks a chunk holds."""
+        """Returns the number of blocks in a chunk."""
         found = chunk_bytes // self.block_bytes
         check(found >= 1, "keep", f"be less: a block would not fit in {chunk_bytes} bytes", self.keep)
         return found
@@ -50,13 +50,13 @@ class Sparse:
     # --- values -------------------------------------------------------------------------------------------------------
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """Returns the places (..., B, K), ascending, of the highest scores (..., B, of)."""
+        """Returns the indices (..., B, K), ascending, of the highest scores (..., B, of)."""
         return scores.topk(self.keep, dim=-1, sorted=False).indices.sort(dim=-1).values
 
     def quantise(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns places, codes and levels of blocks (..., B, of), of which those with the largest magnitudes travel.
+        """Returns indices, codes and levels of blocks (..., B, of), of which those with the largest magnitudes travel.
 
-        With 16 bits, elements that are NaN do not travel, and codes are the values themselves.
+        With 16 bits, NaN elements do not travel, and codes are the values themselves.
         """
         if self.bits == 16:
             places = self.choose((~blocks.isnan()).to(torch.float32))
@@ -96,7 +96,7 @@ class SparseWire:
     """
 
     dtype = torch.uint8
-    """A message is bytes, whatever the type of the values."""
+    """A message is bytes, for values of any type."""
 
     def __init__(self, code: Sparse, chunk_bytes: int) -> None:
         self.code = code
@@ -110,7 +110,7 @@ class SparseWire:
         return max(-(-elements // self.per_chunk), 1)
 
     def room(self, elements: int) -> torch.Tensor:
-        """Allocates memory for a message, as floats: only those may be lossy."""
+        """Allocates a buffer for a message, as floats, because only floats may be lossy."""
         full, rest = divmod(elements, self.per_chunk)
         size = full * self._chunk_bytes + -(-rest // self.code.of) * self.code.block_bytes
         return torch.zeros(-(-size // 4), dtype=torch.float32, device="cpu")
@@ -132,7 +132,7 @@ class SparseWire:
         return message
 
     def decode(self, message: torch.Tensor, elements: int) -> torch.Tensor:
-        """Returns the values of a message. Any bytes give some values."""
+        """Decodes a message. Any bytes decode to some values."""
         code = self.code
         count = -(-elements // code.of)
         if not elements:
@@ -163,7 +163,7 @@ class SparseWire:
         target.copy_(torch.where(arrived, self.decode(message, target.numel()).to(target.dtype), target))
 
     def _split(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Cuts a vector into blocks (B, of), the last of them filled up with what is chosen last."""
+        """Splits a vector into blocks (B, of); the last is padded with values that are chosen last."""
         missing = -tensor.numel() % self.code.of
         empty = torch.nan if self.code.bits == 16 else 0.0
         return torch.nn.functional.pad(tensor, (0, missing), value=empty).view(-1, self.code.of)

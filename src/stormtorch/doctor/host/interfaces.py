@@ -1,7 +1,6 @@
 """Checks of this machine's network interfaces.
 
-The kernel is asked by ioctl and /proc, which tell of the network namespace that this process is in; /sys may be that of
-another one.
+They use ioctl and /proc, which show the network namespace of this process; /sys may show another one.
 """
 
 import array
@@ -28,10 +27,10 @@ _MOST_LISTED = 8
 
 
 def check_interfaces() -> Iterator[Diagnosis]:
-    """A finding for each interface that is up, and one if none leads out."""
+    """A diagnosis for each interface that is up, and one if there is no default route."""
     default = default_interface()
     names = [name for _, name in socket.if_nameindex() if name != "lo" and _runs(name)]
-    # The one that leads out first; a machine with containers may have hundreds.
+    # The default interface first: a machine with containers may have hundreds.
     names.sort(key=lambda name: (name != default, name))
     for name in names[:_MOST_LISTED]:
         yield _check_interface(name, name == default)
@@ -41,7 +40,7 @@ def check_interfaces() -> Iterator[Diagnosis]:
         yield Diagnosis(
             subject="default route",
             level=Level.NOTE,
-            text="there is none: name the interface by STORM_SOCKET_IFNAME or Options(interface=...)",
+            text="none: name the interface by STORM_SOCKET_IFNAME or Options(interface=...)",
             remedy="export STORM_SOCKET_IFNAME=" + (names[0] if names else "DEVICE"),
         )
 
@@ -74,7 +73,7 @@ def _check_interface(name: str, default: bool) -> Diagnosis:
             subject=subject,
             level=Level.PROBLEM,
             text=f"{text}: sending and receiving collide",
-            remedy=f"ethtool -s {name} autoneg on; look at cable and switch port",
+            remedy=f"ethtool -s {name} autoneg on; check the cable and the switch port",
         )
     if lost > max(_MANY_DROPS * passed, _FEW_DROPS):
         return Diagnosis(
@@ -84,13 +83,18 @@ def _check_interface(name: str, default: bool) -> Diagnosis:
             remedy=f"ethtool -S {name} | grep -i -E 'drop|err|miss'; a larger ring may help: ethtool -G {name} rx 4096",
         )
     if 0 < mtu < 1280:
-        return Diagnosis(subject=subject, level=Level.NOTE, text=f"{text}: the MTU is small", remedy="Is it a tunnel?")
+        return Diagnosis(
+            subject=subject,
+            level=Level.NOTE,
+            text=f"{text}: the MTU is small",
+            remedy=f"Expected of a tunnel; otherwise: ip link set {name} mtu 1500",
+        )
     if default and 0.0 < bits < _SLOW_BITS:
         return Diagnosis(
             subject=subject,
             level=Level.NOTE,
-            text=f"{text}: a slow line",
-            remedy=f"ethtool {name}; look at cable and switch port",
+            text=f"{text}: a slow link",
+            remedy=f"ethtool {name}; check the cable and the switch port",
         )
     return Diagnosis(subject=subject, level=Level.OK, text=text)
 
@@ -117,7 +121,7 @@ def _mtu(name: str) -> int:
 
 
 def _negotiated(name: str) -> tuple[float, str]:
-    """Bits per second, 0 if the driver does not tell, and duplex."""
+    """Bits per second, 0 if the driver does not report them, and duplex mode."""
     settings = array.array("B", struct.pack("=I", _GET_SETTINGS).ljust(_SETTINGS_BYTES, b"\0"))
     address, _ = settings.buffer_info()
     request = struct.pack("16sP", name.encode()[:15], address)
@@ -133,7 +137,7 @@ def _negotiated(name: str) -> tuple[float, str]:
 
 
 def _ioctl(name: str, what: int) -> bytes:
-    """Answer to an ioctl about an interface; zeros if there is none."""
+    """Result of an ioctl on an interface; zeros if it fails."""
     request = struct.pack("16s24x", name.encode()[:15])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         return fcntl.ioctl(asking, what, request)

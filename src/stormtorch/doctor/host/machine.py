@@ -1,4 +1,4 @@
-"""Checks of this machine: kernel, buffers, offloads, clock, cores, memory, versions, and whether a lab can be made."""
+"""Checks of this machine: kernel, socket buffers, offloads, clock, cores, memory, versions; the lab adds its own."""
 
 import contextlib
 import ctypes
@@ -27,7 +27,7 @@ _SEGMENT_BYTES, _SEGMENTS = 1000, 8
 
 
 def examine_machine() -> list[Diagnosis]:
-    """All checks, in the order in which one would look."""
+    """Runs all checks."""
     checks: tuple[Callable[[], Iterator[Diagnosis]], ...] = (
         _check_kernel,
         _check_buffers,
@@ -53,7 +53,7 @@ def _check_kernel() -> Iterator[Diagnosis]:
                 subject="kernel",
                 level=Level.NOTE,
                 text=f"Linux {release} is older than 5.0 and sends datagrams one by one.",
-                remedy="A newer kernel needs less processor time for each byte.",
+                remedy="Upgrade the kernel: it then needs less processor time per byte.",
             )
             return
     yield Diagnosis(subject="kernel", level=Level.OK, text=f"Linux {release}, {platform.machine()}")
@@ -71,17 +71,17 @@ def _check_buffers() -> Iterator[Diagnosis]:
         limits = "" if limit is None else f" (net.core.{name} is {limit:,})"
         if got >= REQUESTED_BUFFER_BYTES:
             passed = limit is not None and limit < REQUESTED_BUFFER_BYTES
-            why = f"; this user may pass net.core.{name}, which is {limit:,}" if passed else limits
+            why = f"; this user may exceed net.core.{name}, which is {limit:,}" if passed else limits
             yield Diagnosis(
-                subject=subject, level=Level.OK, text=f"{size_text(got)}, all that the engine asks for{why}"
+                subject=subject, level=Level.OK, text=f"{size_text(got)}, all that the engine requests{why}"
             )
             continue
-        # The engine sends without a large buffer; only the one that receives must hold what peers send at once.
+        # Only the receive buffer must be large: it holds what several peers send at once.
         tiny = name == "rmem_max" and got < LEAST_BUFFER_BYTES
         yield Diagnosis(
             subject=subject,
             level=Level.PROBLEM if tiny else Level.NOTE,
-            text=f"{size_text(got)}, where the engine asks for {size_text(REQUESTED_BUFFER_BYTES)}{limits}"
+            text=f"{size_text(got)}, where the engine requests {size_text(REQUESTED_BUFFER_BYTES)}{limits}"
             + (": peers that send at once overflow it" if name == "rmem_max" else ""),
             remedy=f"sysctl -w net.core.{name}={REQUESTED_BUFFER_BYTES}",
         )
@@ -94,14 +94,14 @@ def _check_drops() -> Iterator[Diagnosis]:
         yield Diagnosis(
             subject="overflow",
             level=Level.NOTE,
-            text=f"{errors:,} datagrams of any program met a full buffer since the start, {received:,} arrived",
+            text=f"{errors:,} datagrams of any program were dropped at a full buffer since boot, {received:,} arrived",
             remedy=f"sysctl -w net.core.rmem_max={REQUESTED_BUFFER_BYTES}",
         )
     else:
         yield Diagnosis(
             subject="overflow",
             level=Level.OK,
-            text=f"{errors:,} datagrams dropped since the start, {received:,} arrived",
+            text=f"{errors:,} datagrams dropped since boot, {received:,} arrived",
         )
 
 
@@ -113,8 +113,10 @@ def _check_offloads() -> Iterator[Diagnosis]:
         yield Diagnosis(
             subject=subject,
             level=Level.OK if works else Level.NOTE,
-            text="works (tried on loopback)" if works else f"does not work: {saves} takes a system call per datagram",
-            remedy="" if works else "Use Linux 5.0 or newer, outside of sandboxes that emulate the kernel.",
+            text="works (tested on loopback)"
+            if works
+            else f"does not work: {saves} needs one system call per datagram",
+            remedy="" if works else "Use Linux 5.0 or newer, outside sandboxes that emulate the kernel.",
         )
 
 
@@ -127,7 +129,7 @@ def _gro_works() -> bool:
 
 
 def _bundle(*, coalesce: bool) -> list[int]:
-    """Sends a bundle on loopback and returns the sizes of what arrives."""
+    """Sends a GSO bundle on loopback and returns the sizes of what arrives."""
     sizes: list[int] = []
     with (
         contextlib.suppress(OSError),
@@ -153,11 +155,11 @@ def _check_clock() -> Iterator[Diagnosis]:
         yield Diagnosis(
             subject="clock",
             level=Level.NOTE,
-            text="is not synchronised: times in logs of several machines will not fit together",
+            text="not synchronised: timestamps of logs from several machines cannot be compared",
             remedy="timedatectl set-ntp true",
         )
     else:
-        known = "synchronised" if state >= 0 else "the kernel does not tell whether it is synchronised"
+        known = "synchronised" if state >= 0 else "the kernel does not report whether it is synchronised"
         yield Diagnosis(subject="clock", level=Level.OK, text=known)
 
 
@@ -169,23 +171,23 @@ def _check_cores() -> Iterator[Diagnosis]:
         yield Diagnosis(
             subject="cores",
             level=Level.PROBLEM if quota < 1 else Level.NOTE,
-            text=f"{text}, but the cgroup allows the time of {quota:.2g}: a process that has used it up pauses, and "
-            "its peers wait",
+            text=f"{text}, but the cgroup allows {quota:.2g} cores of time: a throttled process pauses, and its peers "
+            "wait",
             remedy="Raise the container's limit (docker --cpus, Kubernetes resources.limits.cpu), or remove it.",
         )
     elif usable < 2:
         yield Diagnosis(
             subject="cores",
             level=Level.NOTE,
-            text=f"{text}: the engine's thread and the training share it",
+            text=f"{text}: the engine's thread and the training share one core",
             remedy="Give the process two cores or more.",
         )
     else:
-        yield Diagnosis(subject="cores", level=Level.OK, text=f"{text}, no limit by a cgroup")
+        yield Diagnosis(subject="cores", level=Level.OK, text=f"{text}, no cgroup limit")
 
 
 def _cpu_quota() -> float | None:
-    """Cores' worth of time that the cgroup allows; None without a limit."""
+    """Cores that the cgroup allows; None without a limit."""
     for folder in _cgroup_folders():
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
             quota, period = (folder / "cpu.max").read_text().split()
@@ -200,7 +202,7 @@ def _cpu_quota() -> float | None:
 
 
 def _cgroup_folders() -> list[Path]:
-    """Folders of this process's cgroup and those above it."""
+    """Folders of this process's cgroup and of its parents."""
     root = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -219,13 +221,13 @@ def _check_memory() -> Iterator[Diagnosis]:
             limit = min(int((folder / "memory.max").read_text()), limit or sys.maxsize)
     text = f"{size_text(free)} free of {size_text(total)}"
     if limit is not None and limit < total:
-        text += f", at most {size_text(limit)} by a cgroup"
+        text += f", cgroup limit {size_text(limit)}"
     low = min(free, limit or free) < _LEAST_MEMORY
     yield Diagnosis(
         subject="memory",
         level=Level.NOTE if low else Level.OK,
         text=text,
-        remedy="torch alone needs about 1 GB for each process." if low else "",
+        remedy="Free some memory: torch alone needs about 1 GB per process." if low else "",
     )
 
 

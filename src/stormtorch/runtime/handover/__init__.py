@@ -1,4 +1,4 @@
-"""Resharding: how an owner's state gets to others when members change, and standbys, which replicate it before.
+"""Resharding and replication: moves owners' shards when members change; standbys (hot spares) replicate them before.
 
-Begin with `moves.py` (the plan, numbers only), `transition.py` (the exchange) and `standby.py`.
+Begin with `moves.py` (the plan, numbers only), `transition.py` (the exchange) and `standby.py` (replication).
 """

@@ -1,4 +1,4 @@
-"""Plans how shards move when ranks come or go: who gives what to whom. Numbers only, the same on all ranks."""
+"""Plans resharding when ranks join or leave: which rank sends which range to which. Numbers only, same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stormtorch.runtime.memory.layout import SHARE_UNITS, Layout
 
 
 class MoveSource(IntEnum):
-    """What a rank gives of a range: what it holds as its owner or its standby, or its mere copy of the parameters."""
+    """What a rank sends of a range: its state as owner or as standby, or only its copy of the parameters."""
 
     OWNER = 0
     STANDBY = 1
@@ -26,21 +26,21 @@ class Partition:
     layouts: Sequence[Layout]
     standbys: int
     parts: tuple[int, ...] | None = None
-    """Share of each member, in parts of `layout.SHARE_UNITS`; None is equal ones."""
+    """Share of each member, in units of 1/`layout.SHARE_UNITS`; None for equal shares."""
 
     def share(self, place: int) -> float:
         """Returns the fraction of the parameters that a member owns."""
         return 1.0 / len(self.members) if self.parts is None else self.parts[place] / SHARE_UNITS
 
     def standby(self, shard: int) -> int | None:
-        """Returns the rank that follows the owner of a shard, if there is one."""
+        """Returns the rank of a shard's standby, if it has one."""
         place = standby_of(shard, len(self.members), self.standbys)
         return None if place is None else self.members[place]
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A range of a bucket that one rank gives to another, or keeps."""
+    """A range of a bucket that one rank sends to another, or keeps."""
 
     bucket: int
     first: int
@@ -48,10 +48,10 @@ class Move:
     sender: int
     source: MoveSource
     shard: int
-    """Number of the shard before the change."""
+    """Number of the shard before the view change."""
     receiver: int
     as_standby: bool
-    """Whether the taker gets it as a standby, not as the owner."""
+    """Whether the receiver gets it as a standby, not as the owner."""
 
 
 def plan_moves(
@@ -59,16 +59,16 @@ def plan_moves(
 ) -> list[Move]:
     """Plans all moves from one view to another.
 
-    The owner of a range gives it or keeps it. A standby that is equal keeps what it has, and gives it if the owner is
-    gone. If both are gone, the rank whose copy of the parameters is the freshest gives that, and the optimizer's state
-    of the range is lost.
+    The owner of a range sends or keeps it. A standby that equals its owner keeps its state, and sends it if the owner
+    is gone. If both are gone, the rank with the freshest copy of the parameters sends that copy, and the optimizer's
+    state of the range is lost.
 
     Args:
-        before: The division that the ranks come from.
-        after: The division that they go to.
-        holders: Ranks that still hold what they had before.
-        equal: Shards before the change whose standby has the same values and state as their owner.
-        freshest: Rank with the freshest copy of each shard that has neither owner nor standby any more.
+        before: Partition of the view that the ranks come from.
+        after: Partition of the view that begins.
+        holders: Ranks that still have their state of the former view.
+        equal: Shards of the former view whose standby has the same values and state as their owner.
+        freshest: Rank with the freshest copy of each shard whose owner and standby are both gone.
     """
     moves = []
     for bucket, (old, new) in enumerate(zip(before.layouts, after.layouts, strict=True)):

@@ -1,4 +1,4 @@
-"""Reports of ranks to each other, alongside the gradients of every step: few numbers, so that they cause no wait."""
+"""Per-step reports between ranks: a few numbers, sent alongside the gradients so that they add no wait."""
 
 import math
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ _STEPS = 1 << 20
 
 
 class ShardReport(NamedTuple):
-    """What a rank reports of the shard that it owns, so that a standby may repeat its steps."""
+    """What a rank reports of its own shard, so that a standby can repeat its steps."""
 
     resync: int = 0
-    """What owners must send their standbys beside gradients, as the sender sees it: a `standby.Resync`."""
+    """What owners must send their standbys besides gradients, according to the sender: a `standby.Resync`."""
     seed: int = 0
     """Seed of the random numbers that the sender's optimizer draws in this step."""
     values: int = 0
     """Fingerprint of the shard after the last step, in rounds in which standbys compare."""
     state: int = 0
-    """Fingerprint of the optimizer's state of the shard, likewise; under a `RankPolicy`, the number of the checkpoint
-    that the sender's memories come from."""
+    """Fingerprint of the shard's optimizer state, in the same rounds; under a `RankPolicy`, the number of the
+    checkpoint that the sender's memories come from."""
 
 
 NO_SHARD = ShardReport()
@@ -49,7 +49,7 @@ class Report:
     gradients_missing: float
     """Fraction of the receiver's last gradients that the sender lost; negative if there were none."""
     update_variance: float
-    """Mean square of the sender's own last update; NaN if it owns nothing."""
+    """Mean square of the sender's own last update; NaN if its shard is empty."""
     samples_S: torch.Tensor
     """The sender's copies of the elements that all ranks compare."""
     used_P: torch.Tensor
@@ -59,16 +59,16 @@ class Report:
     settings: int = 0
     """Digest of the sender's optimizer settings; 0 if they are not compared."""
     shard: ShardReport = NO_SHARD
-    """What the sender's standby needs to know."""
+    """What the sender's standby needs."""
     speed: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """Measured speed of the sender: see `shares.Speed`."""
+    """Measured speed of the sender: see `shard_sizing.Speed`."""
     given: float = 1.0
-    """Fraction of its buckets of which the sender gives gradients in this step; less than 1 if it is late."""
+    """Fraction of its buckets for which the sender contributes gradients in this step; less than 1 if it is late."""
     took_s: float = 0.0
-    """Seconds that the sender needed for its last gradients, from having parameters on, or needs so far if longer."""
+    """Seconds from having parameters to the sender's last gradients; the time so far in this step if that is longer."""
     lost_before_parity: float = -1.0
-    """Fraction of the receiver's last chunks that were lost before parity brought any back, of stages that send nothing
-    again; negative if there were none."""
+    """Fraction of the receiver's last chunks that were lost before parity recovered any, in stages without
+    retransmission; negative if there were none."""
     scale: Scale = UNKNOWN
     """Loss scale of the sender's gradients."""
 
@@ -81,7 +81,7 @@ class Reports:
         reliability: Reliability of the exchange.
         parameters: Number of parameters.
         samples: Number of elements that ranks compare.
-        chunks: Number of chunks of each owner's shards that a report may ask for.
+        chunks: Number of chunks of each owner's shards that a report may request.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Reports:
         self._step = -1
 
     def begin(self, step: int, reports: Sequence[Report | None]) -> Pending:
-        """Begins to send a report to each rank; None, in this rank's own place, sends nothing."""
+        """Begins to send a report to each rank; None, at this rank's own position, sends nothing."""
         self._step = step % _STEPS
         for report, message in zip(reports, self._writing, strict=True):
             if report is not None:
@@ -109,11 +109,11 @@ class Reports:
         return collectives.all_to_all(self.group, self._received, self._sent, reliability=self._reliability)
 
     def read(self, peer: int) -> Report | None:
-        """Reads a rank's report, once the exchange has ended; None if it did not arrive."""
+        """Reads a rank's report after the exchange; None if it did not arrive or is malformed."""
         message = self._reading[peer]
         header = message.header.tolist()
         if header[0] != self._step or not all(map(math.isfinite, (*header[:4], *header[5:]))):
-            return None  # it did not arrive, or is no valid report: its numbers must not be used
+            return None  # not arrived, or malformed: its numbers must not be used
         flags = int(header[1])
         samples_S = torch.from_numpy(message.samples.copy())
         used_P = _unpack(message.used, self._parameters)
@@ -140,7 +140,7 @@ class Reports:
 
 
 class _Message:
-    """The memory of one report, and its parts as arrays: to write into those is many times as fast as into tensors."""
+    """The memory of one report, with its parts as numpy arrays: writing those is much faster than writing tensors."""
 
     def __init__(self, parameters: int, samples: int, chunks: int) -> None:
         middle = _packed_bytes(parameters)

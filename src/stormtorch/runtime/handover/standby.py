@@ -1,12 +1,12 @@
-"""A standby: a rank that follows the owner of another shard step by step, so that nothing is lost if the owner dies.
+"""A standby (hot spare): a rank that replicates another rank's shard step by step, so its state survives the owner.
 
-The owner sends its averaged gradient exactly, as its optimizer is about to use it. The standby runs the same optimizer
-on the same values, one step later: the gradient travels while parameters and the next gradients do. So a standby costs
-1/(2(n-1)) more traffic at n ranks, the memory of one more shard, and the time of its optimizer.
+The owner sends exactly the averaged gradient that its optimizer is about to use. The standby runs the same optimizer on
+the same values one step later, so that the gradient travels together with parameters and the next gradients. A standby
+costs 1/(2(n-1)) more traffic at n ranks, the memory of one more shard, and the time of its optimizer.
 
-What a program changes besides, as by clamping weights or clearing the optimizer's state, the owner sends too
-(`Resync`). From time to time a standby compares its shard with the owner's, by fingerprints, and asks for all of it
-where they differ.
+A program may also change values outside steps, as by clamping weights or clearing the optimizer's state: the owner
+sends these too (`Resync`). At intervals a standby compares fingerprints of its shard with the owner's, and requests the
+whole shard if they differ.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOST_STEPS = 16
 
 
 class Resync(IntEnum):
-    """What owners send their standbys beside gradients, as a program has changed it or a standby lacks it."""
+    """What owners send their standbys besides gradients, because the program changed it or a standby lacks it."""
 
     NOTHING = 0
     VALUES = 1
@@ -48,7 +48,7 @@ class Resync(IntEnum):
 
 
 def standby_of(shard: int, members: int, standbys: int) -> int | None:
-    """Returns the place, among the members, of the standby of a shard; None if it has none.
+    """Returns the position, among the members, of a shard's standby; None if it has none.
 
     Two ranks have none: each would hold everything.
     """
@@ -56,16 +56,16 @@ def standby_of(shard: int, members: int, standbys: int) -> int | None:
 
 
 class Standby:
-    """Follows the owner before this rank in the list of members, and lets the one after it follow this rank.
+    """Follows the previous member's shard, and sends this rank's own gradients to the next member, its standby.
 
     Args:
         optimizer: The user's optimizer, prepared.
         groups: Numbers of the parameters in each of its groups.
         buckets: Buckets of this rank.
-        holding: The shard of the owner that this rank follows, as it is now.
+        shard_state: The followed owner's shard, as it is now.
         whole: Whether pieces are whole parameters, with their shape.
         shapes: Shape of each parameter.
-        channel: Group of the members, for this purpose alone.
+        channel: Group of the members, for standbys alone.
         order: Starts exchanges once data has left the GPU.
     """
 
@@ -92,7 +92,7 @@ class Standby:
         self._grads = [torch.zeros_like(each) for each in shard_state.masters]
         spans = [layout.spans[self.shard] for layout in shard_state.layouts]
         self._kept_indices = [bucket.kept_indices(*span) for bucket, span in zip(buckets, spans, strict=True)]
-        """Places in the shard of what travels, by bucket; None where all of it does."""
+        """Positions in the shard of the elements that are sent, by bucket; None if all are."""
         self._receive_buffers = [
             _new_buffer(each, kept_indices) if each.is_cuda or kept_indices is not None else each
             for each, kept_indices in zip(self._grads, self._kept_indices, strict=True)
@@ -109,7 +109,7 @@ class Standby:
         }
         self._pieces: list[tuple[int, Piece, nn.Parameter]] = []
         self._state: defaultdict[Any, Any] = defaultdict(dict)
-        # Some optimizers keep numbers of their own beside the state of parameters.
+        # Some optimizers also keep values in `state` that belong to no parameter.
         kept: dict[Any, Any] = dict(optimizer.state)
         self._state.update({key: _copied(value) for key, value in kept.items() if not isinstance(key, torch.Tensor)})
         self._auxiliary_state = AuxiliaryState(optimizer, ())
@@ -125,7 +125,7 @@ class Standby:
         self._settings: list[dict[str, Any]] = []
         self._groups = [[each for number in members for each in by_parameter.get(number, [])] for members in groups]
         self._step_inputs: _StepInputs | None = None
-        """What the step under way, or the last one, takes to repeat."""
+        """Inputs to repeat the current or the last step."""
         self._randomness = Randomness(bucket.device for bucket in buckets)
         self._sending: dict[int, Future[Sequence[Pending]] | Sequence[Pending]] = {}
         self._receiving: list[Pending] = []
@@ -134,21 +134,21 @@ class Standby:
         self._size: torch.Tensor | None = None
         self._copy_fingerprints: dict[int, fingerprints.Fingerprint] = {}
         self.behind = 0
-        """Updates of the owner that did not arrive here, as it died while it sent them."""
+        """Updates of the owner that did not arrive, because it died while it sent them."""
         self.differs = False
-        """Whether the shard is known to differ from the owner's, which has not sent all of it yet."""
+        """Whether the shard is known to differ from the owner's, until the owner has sent all of it."""
         self.mismatches = 0
-        """How often it was found to differ."""
+        """How often a comparison found a difference."""
         self._every = 1
         self._compare_at = 0
         self._resyncs = 0
         self.changes = False
-        """Whether the program was seen to change parameters beside steps: by this rank, or in a round by any."""
+        """Whether the program has changed parameters outside steps, as seen by this rank or reported in a round."""
         self.older = False
-        """Whether this rank's copies do not show what the program has changed of the shard since its last step."""
+        """Whether this rank's copies are too old to show the program's changes to the shard since its last step."""
 
     def begin(self, own: ShardState, step: int) -> None:
-        """Begins a view, or goes on from loaded values: from now on, changes by the program are noticed.
+        """Begins a view, or continues from loaded values: from now on, changes by the program are detected.
 
         Args:
             own: This rank's shard.
@@ -165,12 +165,12 @@ class Standby:
     # --- this rank's own shard, for its standby -----------------------------------------------------------------------
 
     def take(self, used: Sequence[bool], seeds: tuple[int, int], resync: Resync, own: ShardState) -> None:
-        """Takes what this rank's optimizer is about to use. From now on it draws the step's random numbers.
+        """Records what this rank's optimizer is about to use, and seeds the generators for the step.
 
         Args:
             used: Whether each parameter has a gradient on any rank.
-            seeds: Seeds of the random numbers of this rank's step, and of the owner's that it follows.
-            resync: What owners also send; the same on all ranks.
+            seeds: Seeds of the random numbers of this rank's step, and of the followed owner's step.
+            resync: What owners send besides gradients; the same on all ranks.
             own: This rank's shard.
         """
         gradients = {}
@@ -204,12 +204,12 @@ class Standby:
         return message, events
 
     def release(self) -> None:
-        """Gives the program its random numbers back, after the optimizer's step or before a closure runs again."""
+        """Restores the program's random state, after the optimizer's step or before a closure runs again."""
         self._randomness.end()
 
     @property
     def taken(self) -> bool:
-        """Whether what the present step takes to repeat was taken."""
+        """Whether `take` has recorded the current step."""
         return self._step_inputs is not None
 
     def stepped(self, own: ShardState, step: int) -> None:
@@ -219,14 +219,14 @@ class Standby:
             own: This rank's shard.
             step: Number of the step.
         """
-        # Of a shard without elements nothing is to be seen.
+        # A shard without elements shows nothing about the optimizer's use of random numbers.
         self._randomness.end(look=any(each.numel() for each in own.masters))
         self.send()  # what a closure has computed within the step
         self._change_detector = fingerprints.ChangeDetector(self._buckets, own)
         self._reported = fingerprints.of_shard_state(own) if step + 1 >= self._compare_at else (0, 0)
 
     def report(self, own: ShardState, step: int) -> ShardReport:
-        """Returns what this rank reports of its shard in the round of a step."""
+        """Returns this rank's report on its shard for the round of a step."""
         if self.differs or self._change_detector.state_changed(own):
             resync = Resync.ALL
         else:
@@ -234,7 +234,7 @@ class Standby:
         return ShardReport(resync, self._randomness.fresh_seed(step), *self._reported)
 
     def send(self) -> None:
-        """Sends what was taken to this rank's own standby, and begins to receive from the owner it follows."""
+        """Sends the recorded step to this rank's standby, and begins to receive from the owner that it follows."""
         if self._step_inputs is None or self._step_inputs.sent:
             return
         self._step_inputs.sent = True
@@ -244,10 +244,10 @@ class Standby:
             for index, values in enumerate(self._step_inputs.values):
                 if values.numel():
                     self._resyncing.append(collectives.send(channel, values, after, tag=last + index))
-                room = torch.empty(self._masters[index].shape, dtype=torch.float32, device="cpu")
-                self._values.append(room)
-                if room.numel():
-                    self._resyncing.append(collectives.receive(channel, room, self.shard, tag=last + index))
+                buffer = torch.empty(self._masters[index].shape, dtype=torch.float32, device="cpu")
+                self._values.append(buffer)
+                if buffer.numel():
+                    self._resyncing.append(collectives.receive(channel, buffer, self.shard, tag=last + index))
         elif self._step_inputs.resync is Resync.ALL:
             records = self._step_inputs.records
             size = torch.tensor([records.numel()], dtype=torch.int64, device="cpu")
@@ -262,12 +262,12 @@ class Standby:
 
             begun = self._order.begin(begin, events)
             self._sending[index] = begun  # type: ignore[assignment]  # it holds what `begin` returns
-        for index, room in enumerate(self._receive_buffers):
-            if room.numel():
-                self._receiving.append(collectives.receive(channel, room, self.shard, tag=index))
+        for index, buffer in enumerate(self._receive_buffers):
+            if buffer.numel():
+                self._receiving.append(collectives.receive(channel, buffer, self.shard, tag=index))
 
     def sent(self, bucket: Bucket) -> None:
-        """Waits until a bucket's gradients have been sent, as their memory is about to be written."""
+        """Waits until a bucket's gradients have been sent, because their memory is about to be written."""
         sending = self._sending.pop(bucket.index, None)
         if sending is not None:
             for each in sending.result() if isinstance(sending, Future) else sending:
@@ -277,7 +277,7 @@ class Standby:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Repeats the last step of the owner, unless that has been done."""
+        """Repeats the last step of the followed owner, unless that is done."""
         for bucket in self._buckets:
             self.sent(bucket)
         taken, self._step_inputs = self._step_inputs, None
@@ -300,14 +300,14 @@ class Standby:
             masters.copy_(received)
         if records is not None:
             self._replace(records)
-        for grads, room, kept_indices in zip(self._grads, self._receive_buffers, self._kept_indices, strict=True):
+        for grads, buffer, kept_indices in zip(self._grads, self._receive_buffers, self._kept_indices, strict=True):
             if kept_indices is not None:
-                grads.index_copy_(0, kept_indices, room.to(grads.device))
-            elif room is not grads:
-                grads.copy_(room)
-        for home, piece, local_param in self._pieces:
-            begin, _ = self._layouts[home].spans[self.shard]
-            view = self._grads[home].narrow(0, piece.first - begin, piece.count).view(local_param.shape)
+                grads.index_copy_(0, kept_indices, buffer.to(grads.device))
+            elif buffer is not grads:
+                grads.copy_(buffer)
+        for index, piece, local_param in self._pieces:
+            begin, _ = self._layouts[index].spans[self.shard]
+            view = self._grads[index].narrow(0, piece.first - begin, piece.count).view(local_param.shape)
             local_param.grad = view if taken.used[piece.parameter] else None
         self._step(taken)
         for masters, gone in zip(self._masters, self._pruned, strict=True):
@@ -315,7 +315,7 @@ class Standby:
                 masters.masked_fill_(gone, 0.0)
 
     def _replace(self, packed: torch.Tensor) -> None:
-        """Takes over all of the owner's shard."""
+        """Replaces the followed shard by the owner's, received as records."""
         records = [ShardRecord(*each) for each in objects.unpack(packed)]
         masters, states = build(self.shard, self._layouts, records, self._buckets, whole=self._whole)
         for own, given in zip(self._masters, masters, strict=True):
@@ -327,10 +327,10 @@ class Standby:
 
     @torch.no_grad()
     def move(self, method: Callable[[], object], own: ShardState) -> None:
-        """Moves the shard that this rank follows by a method of the optimizer, which has just moved its own.
+        """Applies a method of the optimizer to the followed shard, as it was just applied to this rank's own.
 
         Args:
-            method: It.
+            method: The method.
             own: This rank's shard.
         """
         optimizer = self._optimizer
@@ -348,13 +348,13 @@ class Standby:
         self._change_detector = fingerprints.ChangeDetector(self._buckets, own)
 
     def _show(self) -> None:
-        """Gives this rank's copies of parameters the values of the shard that it follows."""
+        """Copies the followed shard into this rank's copies of the parameters."""
         for masters, copies in zip(self._masters, self._followed_copies(), strict=True):
             copies.copy_(masters)
         self.arrived()
 
     def kept(self) -> tuple[list[torch.Tensor], dict[Any, State]]:
-        """Returns the shard that this rank follows as it is now, before a method of the optimizer moves it."""
+        """Returns a snapshot of the followed shard, before a method of the optimizer changes it."""
         self.follow()
         self._settings = [
             {name: _copied(value) for name, value in group.items() if name != "params"}
@@ -364,7 +364,7 @@ class Standby:
 
     @torch.no_grad()
     def restore(self, kept: tuple[list[torch.Tensor], dict[Any, State]]) -> None:
-        """Undoes a move."""
+        """Undoes `move`, given a snapshot of `kept`."""
         for masters, values in zip(self._masters, kept[0], strict=True):
             masters.copy_(values)
         self._state.update(kept[1])
@@ -378,7 +378,7 @@ class Standby:
         kept, within = dict(optimizer.__dict__), self._auxiliary_state.within_objects()
         groups = [{**each, "params": params} for each, params in zip(taken.settings, self._groups, strict=True)]
         for name in kept.keys() - taken.attributes.keys() - {"param_groups", "state"}:
-            del optimizer.__dict__[name]  # this rank's own step has made it
+            del optimizer.__dict__[name]  # this rank's own step has created it
         optimizer.__dict__.update(taken.attributes, param_groups=groups, state=self._state)
         # They belong to the optimizer's own parameters, and the step of a base class would call them.
         hooks: OrderedDict[int, Any] = OrderedDict()
@@ -396,7 +396,7 @@ class Standby:
 
     @torch.no_grad()
     def load(self, state_of: Callable[[Piece], State] | None, buckets: Sequence[Bucket]) -> None:
-        """Takes over loaded parameters, and the optimizer's state if that was loaded. All ranks load the same.
+        """Adopts loaded parameters, and the optimizer's state if that was loaded. All ranks load the same.
 
         Args:
             state_of: Returns the loaded state of a piece; None if only parameters were loaded.
@@ -426,16 +426,16 @@ class Standby:
                 }
         self.arrived()
 
-    # --- whether it is equal ------------------------------------------------------------------------------------------
+    # --- comparison with the owner ------------------------------------------------------------------------------------
 
     def compare(self, owner: ShardReport, resync: Resync, step: int) -> bool:
-        """Compares the shard with what the owner reports of its own, at times. Returns False if they differ.
+        """Compares the followed shard with the owner's report, at intervals. Returns False if they differ.
 
-        All ranks compare in the same rounds: in the first steps of a view and after all was sent, then more rarely.
+        All ranks compare in the same rounds: often at the beginning of a view and after a full resync, later rarely.
 
         Args:
-            owner: What the owner has reported in this round, about its last step.
-            resync: What owners send in this step.
+            owner: The owner's report of this round, about its last step.
+            resync: What owners send in this step besides gradients.
             step: Number of the step.
         """
         equal = True
@@ -449,10 +449,10 @@ class Standby:
             self._every = min(2 * self._every, _MOST_STEPS)
             self._compare_at = step + self._every
         if resync is Resync.ALL:
-            # An optimizer that cannot be repeated would make every step dear.
+            # An optimizer whose steps cannot be repeated would need a full resync at every step.
             self._every = min(1 << self._resyncs, _MOST_STEPS)
             self._resyncs += 1
-            self._randomness.needed = True  # perhaps it draws now
+            self._randomness.needed = True  # the optimizer may draw random numbers now
             self._compare_at = step + self._every
         if not equal:
             self.differs = True
@@ -460,11 +460,11 @@ class Standby:
         return equal
 
     def arrived(self, received: Sequence[bool] = ()) -> None:
-        """Notes this rank's copies of the parameters of the shard that it follows, before the program changes them.
+        """Takes fingerprints of this rank's copies of the followed parameters, before the program changes them.
 
         Args:
-            received: Whether anything has come for each bucket; empty: for all. Where nothing has, as from an owner that
-                has died, the program's latest change is already in the copy.
+            received: Whether anything arrived for each bucket; empty if for all. If nothing did, as after the owner's
+                death, the program's latest change is already in the copy.
         """
         for place, copies in enumerate(self._followed_copies()):
             if not received or received[place]:
@@ -478,23 +478,23 @@ class Standby:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Takes over this rank's copies of the shard's parameters, which the owner has just sent exactly."""
+        """Adopts this rank's copies of the shard's parameters, which the owner has just sent exactly."""
         for masters, copies in zip(self._masters, self._followed_copies(), strict=True):
             _adopt(masters, copies)
         self.arrived()
 
     @torch.no_grad()
     def end(self, own: ShardState) -> None:
-        """Repeats the last step, and follows what the program has changed since: another view begins.
+        """Repeats the last step, and adopts what the program has changed since, because another view begins.
 
-        The program changes this rank's copies of parameters as it does the owner's. Where they were equal to the shard,
-        the shard can follow; where loss has made them older, only the owner could tell.
+        The program changes this rank's copies of parameters as it does the owner's. Copies that were equal to the shard
+        show the change, and the shard adopts it. Copies that are stale because of loss do not show it.
 
         Args:
             own: This rank's shard.
         """
         self.follow()
-        # What this rank's program has done to its own state, the owner's has done as well.
+        # The program makes the same changes on all ranks: what it did to this rank's state, it did to the owner's.
         self.differs |= self._change_detector.state_changed(own)
         self.changes |= self._change_detector.values_changed(self._buckets, own)
         pairs = zip(self._masters, self._followed_copies(), strict=True)
@@ -508,7 +508,7 @@ class Standby:
                 self.differs = True
 
     def shard_state(self) -> ShardState:
-        """Returns what this rank holds of the shard that it follows. It stays valid until the next `follow`."""
+        """Returns the followed shard. It stays valid until the next `follow`."""
         states = {
             (bucket, piece): dict(self._state.get(local_param, {})) for bucket, piece, local_param in self._pieces
         }
@@ -516,14 +516,14 @@ class Standby:
 
 
 class _StepInputs:
-    """What it takes to repeat a step: of the owner its gradients, of this rank the settings, which are the owner's too.
+    """Inputs to repeat a step: this rank's settings, which are also the owner's, and gradients to send to its standby.
 
     Args:
         used: Whether each parameter has a gradient on any rank.
         seed: Seed of the random numbers of the owner's step.
-        refill: What owners send beside gradients.
+        resync: What owners send besides gradients.
         optimizer: The user's optimizer, before it steps.
-        gradients: This rank's own gradients, by bucket, and what must happen before they may be read.
+        gradients: This rank's own gradients, by bucket, and the GPU events to wait for before they are read.
     """
 
     def __init__(
@@ -535,24 +535,24 @@ class _StepInputs:
         gradients: dict[int, tuple[torch.Tensor, Sequence[Any]]],
     ) -> None:
         self.used, self.seed, self.resync, self.gradients = used, seed, resync, gradients
-        # A scheduler changes them before the gradient has come.
+        # Copied, because a scheduler changes them before the owner's gradient has arrived.
         self.settings: list[dict[str, Any]] = [
             {name: value if name == "params" else _copied(value) for name, value in group.items()}
             for group in optimizer.param_groups
         ]
-        # Some optimizers count their steps in an attribute, and GradScaler gives its scale in one.
+        # Some optimizers count their steps in an attribute, and GradScaler passes its scale in one.
         self.attributes = {
             name: _copied(value) for name, value in vars(optimizer).items() if name not in ("param_groups", "state")
         }
         self.within_objects: dict[Path, Any] = {}
-        """Numbers of objects that the optimizer keeps: its attributes are the same objects here."""
+        """Values inside objects that the optimizer keeps: `attributes` refers to the same objects."""
         self.sent = False
         self.values: list[torch.Tensor] = []
         self.records = torch.empty(0, dtype=torch.uint8)
 
 
 def _adopt(masters: torch.Tensor, copies: torch.Tensor) -> None:
-    """Takes over parameters, but keeps the bits that float32 values have beside them where they have not changed."""
+    """Copies parameters into the float32 masters, which keep their extra bits where the rounded value is the same."""
     same = masters.to(copies.dtype) == copies
     masters.copy_(torch.where(same, masters, copies.float()))
 
@@ -571,7 +571,7 @@ def _new_buffer(like: torch.Tensor, kept_indices: torch.Tensor | None) -> torch.
 
 
 def _copied(value: Any) -> Any:
-    """Returns a setting as it is now, as schedulers and steps change tensors and lists in place."""
+    """Copies a setting, because schedulers and steps change tensors and lists in place."""
     if isinstance(value, OrderedDict | nn.Parameter):
         return value  # hooks, and parameters, are not settings
     if isinstance(value, torch.Tensor):
@@ -590,5 +590,5 @@ def _copied(value: Any) -> Any:
 
 
 def can_follow(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a standby can repeat the optimizer's steps: not if it has another optimizer within itself."""
+    """Whether a standby can repeat the optimizer's steps: not if it wraps another optimizer."""
     return not any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())

@@ -1,7 +1,7 @@
-"""The beginning of a view under an `OwnerPolicy`: shards are cut anew, and move with the optimizer's state.
+"""Resharding at a view change under an `OwnerPolicy`: repartitions shards and moves them with the optimizer's state.
 
-All members take part, and ranks that leave. Until every member is known to have what it needs, each keeps what it had
-before: if yet another view comes meanwhile, all go on from there.
+All members and all leaving ranks take part. Each rank retains its former state until every member is known to have its
+new one: if another view begins meanwhile, all continue from the retained state.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ from stormtorch.runtime.memory.shard_state import ShardRecord, ShardState, State
 
 @dataclass
 class RetainedShards:
-    """What a rank has in one view: its own shard, and the one that it follows as a standby."""
+    """State of a rank in one view: its own shard, and the shard that it follows as a standby."""
 
     partition: Partition
     own: ShardState | None
-    """None on a rank that holds nothing, such as one that leaves."""
+    """None on a rank without a shard, such as one that leaves."""
     followed: ShardState | None
     ages: Sequence[int]
-    """Age of the oldest copy that it has of each shard."""
+    """Age of its oldest copy of each shard."""
     behind: bool = False
-    """Whether it lacks an update of the owner that it follows."""
+    """Whether it missed an update of the owner that it follows."""
     differs: bool = False
     """Whether the shard that it follows is known to differ from the owner's."""
     older: bool = False
-    """Whether it cannot see what the program may have changed of the shard that it follows since the last step."""
+    """Whether its copies are too old to show changes by the program, since the last step, to the shard it follows."""
     changes: bool = False
-    """Whether it has seen the program change parameters beside steps."""
+    """Whether it has seen the program change parameters outside steps."""
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """What the ranks have told each other when a view begins."""
+    """What the ranks report to each other when a view begins."""
 
     holders: dict[int, dict[str, Any]]
-    """What each rank has told, by rank, of those that hold a part of the base."""
+    """Reports of the ranks that have state of the base view, by rank."""
     reported: dict[int, dict[str, Any]]
-    """What each rank has told, by rank."""
+    """Reports of all ranks, by rank."""
 
     @property
     def members_before(self) -> list[int]:
-        """Members of the view that all come from."""
+        """Members of the base view, from which all ranks come."""
         return list(self.holders[min(self.holders)]["members"])
 
     def sender(self, members: Sequence[int]) -> int:
-        """Returns the member that gives newcomers settings and buffers: the lowest one that holds a part.
+        """Returns the member that sends settings and buffers to joining ranks: the lowest one that has state.
 
-        Where only ranks that leave hold one, newcomers keep their own, and the lowest member's settings count.
+        If only leaving ranks have state, joining ranks keep their own, and the lowest member's settings win.
         """
         return min((rank for rank in members if rank in self.holders), default=members[0])
 
     @property
     def parts_before(self) -> tuple[int, ...] | None:
-        """Shares of the members of the view that all come from; None is equal ones."""
+        """Shares of the members of the base view; None for equal shares."""
         reported = self.holders[min(self.holders)]["parts"]
         return None if reported is None else tuple(int(each) for each in reported)
 
@@ -81,16 +81,16 @@ class Handshake:
 
     @property
     def open(self) -> bool:
-        """Whether newcomers can come in: all who hold something are where a turn begins."""
+        """Whether ranks can join: all ranks with state are where an iteration begins."""
         return all(bool(each["open"]) for each in self.holders.values())
 
     @property
     def moves(self) -> int:
-        """How often methods of the optimizers have moved shards outside steps, on the rank that is behind."""
+        """How often methods of the optimizers have changed shards outside steps, on the rank with the fewest."""
         return min(int(each["moves"]) for each in self.holders.values())
 
     def newcomers(self, members: Sequence[int]) -> list[int]:
-        """Returns the members that hold nothing yet."""
+        """Returns the members that have no state yet."""
         return [rank for rank in members if rank not in self.holders]
 
 
@@ -105,21 +105,21 @@ def exchange_handshakes(
     moves: int = 0,
     open_: bool = True,
 ) -> Handshake:
-    """Tells all ranks what this one holds, and learns what they hold.
+    """Reports this rank's state to all ranks, and gathers their reports.
 
     Args:
         group: All ranks that take part.
-        held: What this rank has of the view that all come from; None if it has nothing of it.
+        held: This rank's state in the base view; None if it has none.
         steps: Optimizer steps of this rank so far.
-        carried: What else this rank has to tell.
-        machine: Machine of this rank; empty if it does not exchange by machines, so that nobody does.
+        carried: Other values that this rank reports.
+        machine: Machine of this rank; empty if it does not exchange by machines, so that no rank does.
         speed: Measured speed of this rank; empty if shares do not depend on it.
-        moves: How often methods of this rank's optimizer have moved its shards outside steps.
-        open_: Whether newcomers could go on with this rank from here.
+        moves: How often methods of this rank's optimizer have changed its shards outside steps.
+        open_: Whether joining ranks could continue with this rank from here.
 
     Raises:
         Interrupted: A rank is gone, and another view begins without it.
-        StormError: No rank has anything.
+        StormError: No rank has any state.
     """
     own = {
         "holds": held is not None,
@@ -143,8 +143,8 @@ def exchange_handshakes(
     holders = {rank: each for rank, each in reported.items() if each["holds"]}
     if not holders:
         raise StormError(
-            f"rank {group.transport.rank}: no rank of {', '.join(map(str, group.ranks))} has the parameters any more: "
-            "start the job again from a checkpoint"
+            f"rank {group.transport.rank}: no rank of {', '.join(map(str, group.ranks))} still has the parameters: "
+            "restart the job from a checkpoint"
         )
     return Handshake(holders, reported)
 
@@ -155,18 +155,18 @@ def _fingerprint(shard_state: ShardState | None) -> list[int]:
 
 @dataclass
 class MoveResult:
-    """What a rank has got for a view, before it is in use."""
+    """What a rank has received for a view, before it is in use."""
 
     masters: list[torch.Tensor]
     """Float32 values of its shard, by bucket."""
     states: dict[tuple[int, Piece], State]
     followed: ShardState | None
     lost: list[int]
-    """Shards of the earlier view whose optimizer state is gone."""
+    """Shards of the former view whose optimizer state is lost."""
     late: list[int]
-    """Shards of the earlier view whose last update is gone: the owner died before its standby had it."""
+    """Shards of the former view whose last update is lost: the owner died before its standby received it."""
     unequal: list[int]
-    """Shards of the earlier view that go on from a standby that is known to differ from the owner."""
+    """Shards of the former view that continue from a standby that is known to differ from the owner."""
 
 
 def move(
@@ -183,10 +183,10 @@ def move(
 
     Args:
         group: All ranks that take part.
-        handshake: What they have told each other.
-        before: The cut of the view that they come from.
-        after: The cut of the view that begins.
-        held: What this rank has of the former.
+        handshake: What they have reported to each other.
+        before: Partition of the view that they come from.
+        after: Partition of the view that begins.
+        held: This rank's state of the former view.
         buckets: Buckets that hold the parameters.
         whole: Whether pieces are whole parameters.
 
@@ -200,7 +200,7 @@ def move(
     }
     holders = handshake.holders
     late, unequal, equal = [], [], []
-    # A rank may have followed its owner for one step only, and owns perhaps nothing that the program changes.
+    # Changes that any rank has seen count: a standby may be one step old, and own nothing that the program changes.
     changes = any(each["changes"] for each in holders.values())
     for shard, owner in enumerate(before.members):
         standby = before.standby(shard)
@@ -227,7 +227,7 @@ def move(
     for message in objects.exchange(messages, group):
         for as_standby, records in objects.unpack(message) if message.numel() else ():
             mine[bool(as_standby)] += [ShardRecord(*each) for each in records]
-    # A parameter of which a part has lost its state begins anew as a whole: an optimizer counts one number of steps.
+    # If part of a parameter has lost its state, drop all of it: an optimizer has one step count per parameter.
     state_lost = {
         slot.parameter
         for each in moves

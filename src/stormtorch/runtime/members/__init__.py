@@ -1,4 +1,4 @@
-"""Who trains together: a session's place in the views, calls that all ranks must make, settings that must agree.
+"""Elastic membership of a session: views, barriers and collectives of all ranks, settings that must agree.
 
-Begin with `membership.py`; `calls.py` serves the collective calls of others while a rank waits.
+Begin with `membership.py`. `served_collectives.py` serves collectives of other ranks while a rank blocks.
 """

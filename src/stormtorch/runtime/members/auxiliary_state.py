@@ -1,7 +1,7 @@
-"""What an optimizer keeps beside the state of parameters, such as a count of steps in an attribute.
+"""Auxiliary optimizer state: what an optimizer keeps outside `state`, such as a step count in an attribute.
 
-Whatever its own step changes there belongs to its state, whatever its name: a process that comes into the job takes
-that over from the others. What only the program changes is the program's.
+Every value that the optimizer's own step changes belongs to its state, whatever its name, and a joining process loads
+it from the other ranks. Values that only the program changes belong to the program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stormtorch.collectives.base.objects import pack, unpack
 
 _MOST_BYTES = 1 << 20
 _DEPTH = 6
-# What `prepare` and torch have put there, and what travels as settings and as the state of parameters.
+# Attributes of `prepare` and torch, and what travels separately as settings and per-parameter state.
 _OTHERS = frozenset({"param_groups", "state", "defaults", "session", "ledger"})
 _NO_STATE = (
     *(nn.Module, logging.Logger, type, weakref.ref, types.ModuleType, types.FunctionType, types.MethodType),
@@ -28,11 +28,11 @@ _NO_STATE = (
 )
 
 Path = tuple[tuple[str, Any], ...]
-"""The way to a value, from the optimizer on: names of attributes, keys, numbers of parameters that are keys."""
+"""Path from the optimizer to a value: attribute names, keys, and numbers of parameters that are keys."""
 
 
 class AuxiliaryState:
-    """What one optimizer keeps beside the state of parameters.
+    """The auxiliary state of one optimizer.
 
     Args:
         optimizer: The user's optimizer.
@@ -44,17 +44,17 @@ class AuxiliaryState:
         self._parameters = parameters
         self._before: dict[Path, Any] = {}
         self._few: list[Any] | None = None
-        """All that is there, where it is nothing but a few constants, as torch's own optimizers have."""
+        """All attributes, if they are only a few constants, as in torch's own optimizers."""
         self._changed: dict[Path, None] = {}
 
     def before_step(self) -> None:
-        """Notes what is there before the optimizer steps."""
+        """Records the values before the optimizer steps."""
         self._few = self._constants()
         if self._few is None:
             self._before = {path: _mark(value) for path, value in self._values().items()}
 
     def after_step(self) -> None:
-        """Finds out what the step has changed."""
+        """Finds the values that the step has changed."""
         few, self._few = self._few, None
         if few is not None:
             if few == self._constants():
@@ -66,10 +66,10 @@ class AuxiliaryState:
         self._before = {}
 
     def reported(self, *, whole: bool) -> torch.Tensor:
-        """Returns what steps have changed, as a message; it is empty if that is nothing.
+        """Returns the values that steps have changed, as a message; empty if there are none.
 
         Args:
-            whole: Whether every rank has the whole optimizer, so that also large tensors are the same on all.
+            whole: Whether every rank has the whole optimizer, so that large tensors are the same on all ranks too.
         """
         known, sent, lacking = self._values(), [], []
         for path in self._changed:
@@ -87,7 +87,7 @@ class AuxiliaryState:
         return message
 
     def take(self, message: torch.Tensor) -> list[str]:
-        """Takes over what another rank has told. Returns the names of what could not be told or taken."""
+        """Loads what another rank has reported. Returns the names of values that could not be sent or loaded."""
         if not message.numel():
             return []
         sent, lacking = unpack(message)
@@ -100,20 +100,21 @@ class AuxiliaryState:
         return lacking
 
     def within_objects(self) -> dict[Path, Any]:
-        """Returns copies of the values within objects that the optimizer keeps, where a copy of its attributes has the
-        same objects.
+        """Returns copies of the values inside objects that the optimizer keeps.
+
+        A copy of its attributes would share these objects.
         """
         return {path: _copied(each) for path, each in self._values().items() if _in_object(path)}
 
     def put(self, values: dict[Path, Any]) -> None:
-        """Gives values back that `within_objects` has returned."""
+        """Restores values that `within_objects` has returned."""
         for path, value in values.items():
             self._put(path, _copied(value))
 
     # --- finding values -----------------------------------------------------------------------------------------------
 
     def _constants(self) -> list[Any] | None:
-        """Returns name, type and value of each attribute; None if one is no constant, or if the state has more."""
+        """Returns name, type and value of each attribute; None if one is no constant, or `state` has other keys."""
         found: list[Any] = []
         for name, value in vars(self._optimizer).items():
             if name in _OTHERS or name.startswith(("_optimizer_", "_storm_", "__")):
@@ -138,7 +139,7 @@ class AuxiliaryState:
         return found
 
     def _put(self, path: Path, value: Any) -> bool:
-        """Sets a value. Returns False where its place is missing."""
+        """Sets a value. Returns False if its path does not exist."""
         holder: Any = self._optimizer
         if path[0][1] in _OTHERS or any(kind == "name" and str(key).startswith("__") for kind, key in path):
             return False
@@ -171,7 +172,7 @@ class AuxiliaryState:
             return None
 
     def _device(self, value: Any) -> torch.device:
-        """Returns where a tensor belongs that was not there before: numbers in main memory, as torch's own steps."""
+        """Returns the device of a new tensor: main memory for single numbers, as for torch's own `step`."""
         small = not isinstance(value, torch.Tensor) or value.numel() <= 1
         return torch.device("cpu") if small or not self._parameters else self._parameters[0].device
 
@@ -209,7 +210,7 @@ def _parts(value: Any, numbers: dict[int, int]) -> Iterator[tuple[tuple[str, Any
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is numbers, strings, tensors that are no parameters, or lists and dictionaries of them."""
+    """Whether a value is a number, a string, a tensor that is no parameter, or lists and dictionaries of these."""
     if value is None or type(value) in (bool, int, float, complex, str):
         return True
     if isinstance(value, torch.Tensor):
@@ -238,7 +239,7 @@ def _in_object(path: Path) -> bool:
 
 
 class _Tensor:
-    """A tensor as it is now: its version shows changes in place."""
+    """A tensor and its version, which counts in-place changes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.version = tensor, tensor._version
@@ -246,11 +247,11 @@ class _Tensor:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Tensor) and self.tensor is other.tensor and self.version == other.version
 
-    __hash__ = None  # type: ignore[assignment]  # nobody needs it
+    __hash__ = None  # type: ignore[assignment]  # never hashed
 
 
 def _mark(value: Any) -> Any:
-    """Returns what shows whether a value has changed."""
+    """Returns a snapshot that compares equal as long as the value has not changed."""
     if isinstance(value, torch.Tensor):
         return _Tensor(value)
     if isinstance(value, dict):

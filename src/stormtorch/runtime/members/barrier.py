@@ -1,12 +1,12 @@
-"""A meeting of ranks at the beginning of a call: each says which call it makes, and after how many steps.
+"""Barrier before a call of all ranks: each rank announces which call it makes, and after how many steps.
 
-A meeting has two exchanges. In the second one, ranks confirm what they found in the first. A rank that gives up
-waiting, after `collective_wait_s`, posts the second one too, to withdraw: a rank that comes later finds its message of
-the first exchange but no confirmation, and does not wait for it. So every meeting uses two sequence numbers of the
-channel on every rank, however it ends.
+A barrier has two exchanges. In the second, ranks confirm which messages they received in the first. A rank that times
+out after `collective_wait_s` also posts the second exchange, to cancel: a later rank then finds its first message
+without a confirmation, and does not wait for it. So every barrier uses two sequence numbers of the channel on every
+rank, however it ends.
 
-The exchanges after a meeting have a channel of their own. A call that failed may have left ranks at different sequence
-numbers there, so they first skip to the highest one.
+The exchanges after the barrier use another channel. A failed call may have left ranks at different sequence numbers
+there, so all ranks first skip to the highest one.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ _CANCEL_TIMEOUT_S = 1e-3
 
 
 class BarrierMessage(NamedTuple):
-    """The message of a rank to the others when a call begins."""
+    """What a rank announces when it enters the barrier."""
 
     call: int
     steps: int
     sequence: int
-    """Next sequence number on the channel of the exchanges after the meeting."""
+    """Next sequence number on the channel of the exchanges after the barrier."""
 
     @property
     def is_request(self) -> bool:
-        """Whether the rank makes a call. A rank that leaves, or only takes part, does not."""
+        """Whether the rank makes a call itself; False if it leaves or only serves the calls of others."""
         return self.call not in (SERVES_ONLY, LEAVES)
 
     @property
     def of_optimizer(self) -> bool:
-        """Whether the call is for the optimizer's state, not for the model."""
+        """Whether the call is for the optimizer's state rather than the model."""
         return self.call == OPTIMIZER_STATE
 
     def numbers(self) -> list[float]:
-        """Returns the message as the numbers that travel."""
+        """Encodes the message as float32 numbers."""
         return [float(each) for each in (self.call, *divmod(self.steps, _LOW), *divmod(self.sequence, _LOW))]
 
     @classmethod
     def read(cls, numbers: list[float]) -> BarrierMessage | None:
-        """Reads a message from the numbers that travelled; None if it did not arrive."""
+        """Decodes a message; None if it did not arrive."""
         if numbers[0] < 0.0:
             return None
         call, steps, steps_low, sequence, sequence_low = map(int, numbers)
@@ -71,13 +71,13 @@ class BarrierMessage(NamedTuple):
 
 
 class Barrier:
-    """The place where the ranks of one session meet.
+    """The barrier of one session's ranks.
 
     Args:
-        channel: Group of the ranks that meet. Only meetings have their exchanges there.
-        group: Group of the same ranks for the exchanges after a meeting.
-        reliability: Reliability of the exchanges in which ranks meet.
-        wait_s: Seconds of waiting after which an error is raised.
+        channel: Group of the ranks, for the barrier's exchanges alone.
+        group: Group of the same ranks for the exchanges after the barrier.
+        reliability: Reliability of the barrier's exchanges.
+        wait_s: Wait limit in seconds; then an error is raised.
     """
 
     def __init__(self, channel: Group, group: Group, reliability: Reliability, wait_s: float) -> None:
@@ -87,27 +87,27 @@ class Barrier:
         self._wait_s = wait_s
 
     def pending_messages(self) -> list[BarrierMessage]:
-        """Returns the messages of ranks that have begun a meeting which this rank has not."""
+        """Returns the messages of ranks that wait in a barrier which this rank has not entered."""
         firsts = [payload for _, payload in self.channel.posted_by_peers()]
-        message = [
+        messages = [
             BarrierMessage.read(list(struct.unpack(_FORMAT, each))) for each in firsts if len(each) == 4 * _COUNT
         ]
-        return [each for each in message if each is not None]
+        return [each for each in messages if each is not None]
 
     def wait_for_all(self, call: int, steps: int) -> dict[int, BarrierMessage] | None:
-        """Meets the other ranks.
+        """Waits until all ranks have entered the barrier.
 
         Returns:
-            The message of each rank that is there, or None if one has withdrawn or ranks have found different ones.
+            The message of each rank that arrived; None if a rank cancelled or ranks received different messages.
 
         Raises:
-            ExchangeTimeout: A rank has not come in time.
+            ExchangeTimeout: A rank did not arrive in time.
         """
         own = BarrierMessage(call, steps, self.group.reserve(0)[1])
         try:
             rows = self._gather(own.numbers(), self._wait_s)
         except Interrupted:
-            raise  # the channel ends with the view, so that nobody needs a withdrawal
+            raise  # the channel ends with the view, so no cancellation is needed
         except BaseException as error:
             with contextlib.suppress(StormError):
                 self._gather([_CANCELLED], _CANCEL_TIMEOUT_S)

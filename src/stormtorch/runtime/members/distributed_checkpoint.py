@@ -1,7 +1,8 @@
-"""torch.distributed.checkpoint, which looks for the model's parameters in an optimizer's groups and finds pieces.
+"""Patch of torch.distributed.checkpoint for prepared optimizers.
 
-It is given a view of a prepared optimizer that has whole parameters. Its module is slow to import, so that it is taught
-this only where the program has imported it.
+That module looks up the model's parameters in an optimizer's groups, where a prepared optimizer has shard pieces. The
+patch gives it a wrapper with whole parameters. The module is slow to import, so it is patched only if the program has
+imported it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _WholeOptimizer:
     ) -> None:
         self._optimizer = optimizer
         self.param_groups = groups
-        # Never empty: for an optimizer without state, the module makes a step to have some.
+        # Never empty: the module steps an optimizer without state, to create some.
         self.state: dict[Any, Any] = {None: {}, **{each: dict.fromkeys(of) for each, of in names.items()}}
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,7 +48,7 @@ class _WholeOptimizer:
 
 
 def patch_torch() -> bool:
-    """Teaches torch's module to look at prepared optimizers as a whole. Returns whether that was news to it."""
+    """Patches torch's module, if it is imported, to see whole prepared optimizers. Returns whether it did so now."""
     module: Any = sys.modules.get(_MODULE)
     if module is None or hasattr(module, _PATCHED) or not hasattr(module, "_load_optim_state_dict"):
         return False
@@ -65,14 +66,14 @@ def patch_torch() -> bool:
 
 
 def check_patched_before(frame: FrameType | None) -> None:
-    """Raises a RuntimeError if torch's module has called a prepared optimizer before it was taught.
+    """Raises a RuntimeError if torch's module has called a prepared optimizer before it was patched.
 
     Args:
-        frame: The call of `state_dict`.
+        frame: Frame of the caller of `state_dict`.
     """
     if patch_torch() and frame is not None and frame.f_globals.get("__name__") == _MODULE:
         raise RuntimeError(
-            "torch.distributed.checkpoint was imported after prepare() and did not know prepared optimizers: import "
+            "torch.distributed.checkpoint was imported after prepare() and not patched for prepared optimizers: import "
             f"{_MODULE} before prepare(), or call this again"
         )
 

@@ -1,4 +1,4 @@
-"""What processes were given to prepare: compared in a few bytes, and told in words where it differs."""
+"""Descriptions and digests of the arguments of `prepare`, to check that they agree on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stormtorch.runtime.members.prepared_optimizer import trained
 from stormtorch.runtime.memory import personal
 
 Described = Mapping[str, str]
-"""Each part of what was given, by name."""
+"""Description of each part of an argument, by name."""
 
 
 def describe(model: nn.Module, optimizer: Optimizer, policy: Policy) -> dict[str, Described]:
@@ -22,7 +22,7 @@ def describe(model: nn.Module, optimizer: Optimizer, policy: Policy) -> dict[str
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = {}
     for number, each in enumerate(trained(optimizer)):
-        # Personal parameters never meet, so each rank's may have a shape of its own.
+        # Personal parameters are never exchanged, so shapes may differ between ranks.
         kind = f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}{'' if each.requires_grad else ', frozen'}"
         parameters[f"{number}: {names.get(id(each), '')}"] = "personal" if personal.is_personal(each) else kind
     settings = {each.name: repr(getattr(policy, each.name)) for each in dataclasses.fields(policy) if each.repr}
@@ -38,7 +38,7 @@ def describe(model: nn.Module, optimizer: Optimizer, policy: Policy) -> dict[str
 
 
 def digests(given: Mapping[str, Described]) -> list[int]:
-    """Returns a number for each of the four."""
+    """Returns a digest of each description."""
     return [zlib.crc32(repr(dict(each)).encode()) for each in given.values()]
 
 
@@ -47,5 +47,5 @@ def difference(own: Described, other: Described) -> str:
     for name in [*other, *own]:
         if own.get(name) != other.get(name):
             part = name.partition(": ")[2] or name
-            return f"{part} is {own.get(name, 'not there')}, and {other.get(name, 'not there')} elsewhere"
-    return "their parts have another order"
+            return f"{part} is {own.get(name, 'missing')}, and {other.get(name, 'missing')} elsewhere"
+    return "their parts are in another order"

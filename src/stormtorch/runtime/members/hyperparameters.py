@@ -1,4 +1,4 @@
-"""The optimizer's settings, which must be the same on all ranks, as each rank's optimizer moves only its own shard."""
+"""Checks that optimizer settings agree on all ranks, because each rank's optimizer updates only its own shard."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.errors import Interrupted, StormError
 
-# Entries of a parameter group that say what is trained, and not how.
+# Entries of a parameter group that name what is trained, not how.
 _NOT_SETTINGS = ("params", "param_names")
-# Ranks that know of a difference wait no longer than this for the values of a rank that does not know of it.
+# Ranks that know of a difference wait at most this long for the values of a rank that does not.
 _WAIT_LIMIT_S = 30.0
-# A digest travels as a float32, which represents all integers below this. 0 stands for no digest.
+# A digest travels as a float32, which represents all integers below this exactly. 0 means no digest.
 _DIGESTS = 1 << 24
 
 # Stands for a value that cannot be compared, such as a function or a large tensor.
@@ -29,7 +29,7 @@ PlainSettings = dict[str, Any]
 
 
 class Hyperparameters:
-    """Compares the optimizer settings of one rank with the others'.
+    """Compares the optimizer settings of one rank with those of the other ranks.
 
     Args:
         optimizer: The optimizer whose parameter groups hold the settings.
@@ -47,13 +47,13 @@ class Hyperparameters:
         return self._rule != "any"
 
     def digest(self, *, anywhere: bool = False) -> int:
-        """Returns a number that differs where settings do, exact in float32; 0 if settings are not compared now.
+        """Returns a digest of the settings, exact in float32; 0 if settings are not compared now.
 
-        They are compared only within a backward, where all ranks are at the same point of their program. A rank without
-        a gradient calls this from its step, when its settings may have changed since the others' backward.
+        They are compared only inside a backward, where all ranks are at the same point of their program. A rank without
+        a gradient calls this from its step, when its settings may have changed since the other ranks' backward.
 
         Args:
-            anywhere: Whether all ranks are at the same point of their program, though not within a backward.
+            anywhere: Whether all ranks are at the same point of their program, though not inside a backward.
         """
         if not self.compared or (torch._C._current_graph_task_id() == -1 and not anywhere):
             return 0
@@ -66,23 +66,23 @@ class Hyperparameters:
         return 1 + total % (_DIGESTS - 1)
 
     def agree(self, group: Group, ranks: Sequence[int], when: str) -> list[str]:
-        """Compares settings value by value with all ranks of a group. All of them must call it.
+        """Compares settings value by value over a group. All its ranks must call it.
 
         Args:
-            group: Ranks that compare their settings. The first one's win where the rule says so.
-            ranks: Number of each rank in messages.
-            when: Time of the comparison, in words for messages.
+            group: Ranks that compare their settings. Those of the first rank win if the rule says so.
+            ranks: Label of each rank for messages.
+            when: Time of the comparison, for messages.
 
         Returns:
-            What was changed here because the first rank's settings win, in words.
+            A description of each setting changed here because the first rank's win.
 
         Raises:
             ValueError: Settings differ, and the rule wants them to be the same.
         """
-        everyone = self._gathered(group, f"rank {ranks[group.rank]}: cannot compare optimizer settings {when}")
-        if everyone is None:
-            return []  # the members that are left compare them in their view
-        differences = _differences(everyone, ranks) if self._rule == "same" else []
+        gathered = self._gathered(group, f"rank {ranks[group.rank]}: cannot compare optimizer settings {when}")
+        if gathered is None:
+            return []  # the remaining members compare them in their next view
+        differences = _differences(gathered, ranks) if self._rule == "same" else []
         if differences:
             raise ValueError(
                 f"rank {ranks[group.rank]}: optimizer settings differ between ranks {when}: {'; '.join(differences)}. "
@@ -90,10 +90,10 @@ class Hyperparameters:
                 "that looks at a loss needs one that all ranks share), or let rank 0's hold everywhere: "
                 'BoundedDrift(settings="rank 0")'
             )
-        return self.adopt(everyone[0])
+        return self.adopt(gathered[0])
 
     def adopt(self, given: list[PlainSettings]) -> list[str]:
-        """Adopts settings where they differ from this rank's. Returns what was changed, in words."""
+        """Adopts settings where they differ from this rank's. Returns a description of each change."""
         changed = []
         for place, (group, theirs) in enumerate(zip(self._optimizer.param_groups, given, strict=True)):
             for name, value in theirs.items():
@@ -108,18 +108,18 @@ class Hyperparameters:
         return changed
 
     def take(self, group: Group, root: int, *, new: bool) -> None:
-        """Gives the root's settings to new processes. All ranks of the group must call it.
+        """Broadcasts the root's settings to joining ranks. All ranks of the group must call it.
 
         Raises:
             Interrupted: A rank is gone, and another view begins without it.
         """
         if not self.compared:
             return
-        everyone = self._gathered(group, f"rank {group.ranks[group.rank]}: cannot hand over optimizer settings")
-        if everyone is None:
-            raise Interrupted(f"a rank is gone in the midst of {group.name}")
+        gathered = self._gathered(group, f"rank {group.ranks[group.rank]}: cannot broadcast optimizer settings")
+        if gathered is None:
+            raise Interrupted(f"a rank left or died during {group.name}")
         if new:
-            self.adopt(everyone[root])
+            self.adopt(gathered[root])
 
     def _gathered(self, group: Group, failure: str) -> list[list[PlainSettings]] | None:
         """Gathers every rank's settings; None if a rank is gone."""
@@ -134,7 +134,7 @@ class Hyperparameters:
 
 
 class _GroupDigest:
-    """The digest of one parameter group, updated where a value has changed: at most steps none has, or only one."""
+    """The digest of one parameter group. It updates only changed values: in most steps none or one."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -142,7 +142,7 @@ class _GroupDigest:
         self._parts: list[int] = []
 
     def digest(self, group: Mapping[str, Any]) -> int:
-        """Returns a number that differs where settings do."""
+        """Returns a digest of the group's settings."""
         names, now = list(group), list(group.values())
         if names != self._names:
             self._names, self._seen, self._parts = names, [_OTHER] * len(names), [0] * len(names)
@@ -162,7 +162,7 @@ def _part(name: str, value: object) -> int:
 
 
 def _gather(own: list[PlainSettings], group: Group) -> list[list[PlainSettings]] | None:
-    """Gathers every rank's settings, which are read as data, never as code; None if a rank is gone."""
+    """Gathers every rank's settings as JSON, which is never run as code; None if a rank is gone."""
     mine = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(group.size)]
     sizes[group.rank].fill_(mine.numel())
@@ -177,9 +177,9 @@ def _gather(own: list[PlainSettings], group: Group) -> list[list[PlainSettings]]
     return [json.loads(bytes(each)) for each in memory]
 
 
-def _differences(everyone: list[list[PlainSettings]], ranks: Sequence[int]) -> list[str]:
+def _differences(gathered: list[list[PlainSettings]], ranks: Sequence[int]) -> list[str]:
     found = []
-    for place, groups in enumerate(zip(*everyone, strict=True)):
+    for place, groups in enumerate(zip(*gathered, strict=True)):
         for name in dict.fromkeys(name for group in groups for name in group):
             holders: dict[str, tuple[object, list[int]]] = {}
             for rank, group in zip(ranks, groups, strict=True):

@@ -1,13 +1,14 @@
-"""The sessions of one process, and the order in which its program makes their rounds.
+"""Iterations of the training loop: the sessions of one process, and where in the loop ranks can join.
 
-A program may prepare several models, as a GAN does, or one with several optimizers. Then its sessions enter a view one
-after the other at one point of the program, in the order in which they were prepared: a session that entered alone
-would wait for a rank that waits for it in another one.
+A program may prepare several models, as a GAN does, or one model with several optimizers. Its sessions apply a view
+one after the other at one point of the program, in the order in which they were prepared. A session that applied it
+alone would deadlock: it would wait for a rank that waits for this rank in another session.
 
-A *turn* is what the program's loop does once, such as five steps of a critic and one of a generator. It begins with a
-round of the session that made the very first one, where all have stepped and another has made a round since. A
-program that has just come into the job, or was away, can only go on with the others where a turn begins. A view that
-begins elsewhere goes without it, and the others ask for another view where their next turn begins.
+An *iteration* is one pass of the program's loop, such as five steps of a critic and one of a generator. The *leader*
+is the session that made the first round of all. An iteration begins with a round of the leader, once no session has a
+pending step and another session has made a round since. A rank that joins, or was excluded, can only start where an
+iteration begins. A view that begins elsewhere leaves it out, and the members request another view at the beginning of
+their next iteration.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from typing import Any, Protocol
 
 from stormtorch.runtime.members.membership import Left, SessionMembership
 
-# A session that makes so many rounds in a row, and so many times its longest row before, is trained alone from now on.
+# After this many consecutive rounds, and this many times its longest earlier run, a session counts as trained alone.
 _ALONE, _ALONE_TIMES = 256, 4
 
 
 class IterationSession(Protocol):
-    """What a process must know of its sessions."""
+    """What `Iterations` needs of a session."""
 
     membership: SessionMembership
 
     @property
     def has_no_pending_step(self) -> bool:
-        """Whether no averaged gradients wait for a step, so that a view could begin with this session."""
+        """Whether no averaged gradients wait for a step, so that this session can apply a view."""
         ...
 
     def is_between_steps(self) -> bool:
-        """Whether this rank is between two steps, so that a view could begin now outside an exchange of gradients."""
+        """Whether this rank is between two steps, so that it can apply a view outside a gradient exchange."""
         ...
 
     def can_apply_view(self) -> bool:
-        """Whether a view can begin with this session where another one's round is about to begin."""
+        """Whether this session can apply a view where another session's round is about to begin."""
         ...
 
     def change(self) -> bool:
-        """Begins the latest view, together with all its members. Returns False if this rank had been away."""
+        """Begins the latest view, together with all its members. Returns False if this rank had been excluded."""
         ...
 
     def switch(self) -> None:
@@ -52,38 +53,38 @@ _of_transports: weakref.WeakKeyDictionary[Any, Iterations] = weakref.WeakKeyDict
 
 
 def iterations_of(transport: Any) -> Iterations:
-    """Returns the turns of a process, by its transport."""
+    """Returns the iterations of a process, by its transport."""
     iterations = _of_transports.setdefault(transport, Iterations(transport))
     transport.resting = iterations.resting
     return iterations
 
 
 class Iterations:
-    """The turns of one process."""
+    """Tracks the iterations of one process over all its sessions."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = weakref.ref(transport)
         self._sessions: list[weakref.ref[IterationSession]] = []
         self._now: IterationSession | None = None
-        """The session whose round is about to begin, or under way."""
+        """Session whose round is about to begin, or running."""
         self._leader: weakref.ref[IterationSession] | None = None
         self._last: weakref.ref[IterationSession] | None = None
         self._mixed = self._begins = False
-        """Whether another than the leader has made a round in this turn; whether the present round begins a turn."""
+        """Whether a session other than the leader has made a round in this iteration; whether this round begins one."""
         self._run = self._count = 0
         self._requested_at = -1
-        """Number of rounds so far when this rank last asked for a view with which newcomers come in."""
+        """Number of rounds when this rank last requested a view that admits joiners."""
         self._longest: weakref.WeakKeyDictionary[IterationSession, int] = weakref.WeakKeyDictionary()
         self._decided = 0, False
         self._joined_before = False
 
     def is_first_join(self) -> bool:
-        """Whether this is the first time that the process comes into a running job."""
+        """Whether this process joins a running job for the first time. Later calls return False."""
         first, self._joined_before = not self._joined_before, True
         return first
 
     def add(self, session: IterationSession) -> None:
-        """Adds a session that is prepared."""
+        """Adds a prepared session."""
         self._sessions = [each for each in self._sessions if each() is not None]
         self._sessions.append(weakref.ref(session))
 
@@ -96,7 +97,7 @@ class Iterations:
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def begin(self, session: IterationSession) -> None:
-        """Called when a session is about to make a round."""
+        """Called before a session's round."""
         self._now = session
         self._begins = (
             self._mixed and self._is_leader(session) and all(each.has_no_pending_step for each in self._live())
@@ -106,12 +107,12 @@ class Iterations:
         return self._leader is not None and self._leader() is session
 
     def end(self) -> None:
-        """Called when it has made it, or given it up."""
+        """Called when the round is complete or aborted."""
         self._now = None
         self._begins = False
 
     def made(self, session: IterationSession) -> None:
-        """Counts a round, also one that this rank had to leave out because it was away."""
+        """Counts a round, also one that this rank skipped because it was excluded."""
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(session)
         self._mixed = not self._begins and (self._mixed or not self._is_leader(session))
@@ -124,7 +125,7 @@ class Iterations:
         self._last, self._run = weakref.ref(session), 1
 
     def open(self) -> bool:
-        """Whether a program that has just come could go on from here: a turn begins."""
+        """Whether an iteration begins here, so that a joining rank could start."""
         live = self._live()
         if not all(each.has_no_pending_step for each in live):
             return False
@@ -138,22 +139,23 @@ class Iterations:
         return self._last() is session and self._run >= max(_ALONE, _ALONE_TIMES * self._longest.get(session, 0))
 
     def admits_joiners(self, number: int) -> bool:
-        """Whether this rank says that newcomers can come in with a view: the same for all sessions."""
+        """Whether this rank can admit joiners with the view `number`. The answer is the same for all its sessions."""
         if self._decided[0] != number:
             self._decided = number, self.open()
         return self._decided[1]
 
     def misses_iteration(self, session: IterationSession) -> bool:
-        """Whether this rank was away, and its program must end its turn before it can go on with the others."""
+        """Whether this rank was excluded and its program must finish its iteration before it can rejoin."""
         return session.membership.is_excluded() and not self.open()
 
     # --- views --------------------------------------------------------------------------------------------------------
 
     def wants_view(self, session: IterationSession) -> bool:
-        """Whether a session's round must not begin before another view does.
+        """Whether a view must begin before this session's round.
 
-        Another session is due, newcomers wait for a turn to begin, or this rank wants to leave. A session that is
-        behind makes its round first: the others are in the midst of it and wait for this rank, or have ended it.
+        True if another session must apply a view, if joiners wait for an iteration to begin, or if this rank leaves. A
+        session that is behind makes its round first, because the other ranks wait for this rank in that round or have
+        completed it.
         """
         if not session.membership.up_to_date():
             return False
@@ -162,7 +164,7 @@ class Iterations:
         return self._leaves() or self._admits_now()
 
     def _admits_now(self) -> bool:
-        # Once per turn: others may be at something else, in which this rank must take part first.
+        # Once per iteration: other ranks may wait in another operation that this rank must serve first.
         return (
             self._requested_at < self._count
             and any(each.membership.has_waiting_joiners for each in self._live())
@@ -174,15 +176,15 @@ class Iterations:
         return leaves_later and all(each.has_no_pending_step for each in self._live())
 
     def resting(self) -> bool:
-        """Whether this rank could hand over all now, as no session makes a round or has gradients that wait for a step.
+        """Whether this rank could transfer all its shards now: no session is in a round or has a pending step.
 
-        One session alone hands over in its round.
+        A single session transfers them in its round.
         """
         live = self._live()
         return len(live) <= 1 or (self._now is None and all(each.has_no_pending_step for each in live))
 
     def due(self, session: IterationSession) -> bool:
-        """Whether a view begins now for this rank, which is between two steps and waits for something else."""
+        """Whether this rank must apply a view now, while it blocks between two steps."""
         if not session.is_between_steps() or not session.membership.due():
             return False
         others = self._others(session)
@@ -193,10 +195,10 @@ class Iterations:
         return not session.membership.is_excluded() or self.open()
 
     def change(self, session: IterationSession) -> bool:
-        """Begins the latest view with all sessions that can. Returns False if that one's rank had been away.
+        """Applies the latest view in all sessions that can. Returns False if this rank had been excluded.
 
         Raises:
-            Left: This rank has handed over what it owned, and may leave.
+            Left: This rank has transferred its shards and may leave.
         """
         transport: Any = self._transport()
         if not session.membership.due():
@@ -210,7 +212,7 @@ class Iterations:
                 session.membership.await_view()
         held, left = True, None
         gone: list[IterationSession] = []
-        # From the first one again: another view may have come meanwhile.
+        # Search from the first session each time: a later view may have been decided meanwhile.
         while (each := self._next(session, gone)) is not None:
             try:
                 if each is session:
@@ -231,9 +233,9 @@ class Iterations:
         return None
 
     def await_view(self, session: IterationSession) -> Any:
-        """Waits for a view that a session can begin, and returns it.
+        """Waits for a view that `session` can apply, and returns it.
 
-        Sessions that were prepared before it begin that view first: they do so on all other ranks.
+        Sessions that were prepared earlier apply it first, as on all other ranks.
         """
         while True:
             latest = session.membership.await_view()

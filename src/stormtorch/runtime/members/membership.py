@@ -1,9 +1,9 @@
-"""A session's place in the views of its transport: who trains with whom, and from which round on.
+"""Membership of one session: the view that it trains in, and the round at which it applies the next one.
 
-The engines of all ranks agree on views, numbered lists of members; docs/membership.md tells how. A session counts
-*rounds*: exchanges after which every rank is at the same point of its training. A view says at which round each session
-begins in it. A rank that is behind first makes its earlier rounds in the old view, in which ranks that are gone count
-as lost. A rank that is not in the latest view must not act: it waits until a view has it again.
+The engines of all ranks agree on views, numbered lists of members (docs/membership.md). A session counts *rounds*:
+exchanges after which every rank is at the same point of its training. A view names the round at which each session
+begins in it. A rank that is behind first makes its earlier rounds in the old view, where dead ranks count as lost. A
+rank outside the latest view must not act: it waits until a later view includes it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from stormtorch.reliability import Priority
 _log = logging.getLogger("stormtorch")
 _SLICE_S = 0.2
 _ANNOUNCE_AFTER_S = 10.0
-_FOR_ADMISSION = "to be let in again by a majority of the ranks"
+_FOR_ADMISSION = "to be admitted again by a majority of the ranks"
 
 
 class Left(SystemExit):
-    """Ends the program of a rank that has handed over what it owned, or owns nothing, after a wish to leave."""
+    """Ends the program of a rank that leaves, once it has transferred its shards or owns none."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The ranks that train together since some step."""
+    """The members of a session, and the step from which they train together."""
 
     number: int
     """Number of the view: the first one is 1, and later ones have higher numbers."""
@@ -42,7 +42,7 @@ class View:
     step: int
     """Number of optimizer steps at which it began on this rank."""
     base: int = 0
-    """Number of the view from which its members came: the last one that was in place on all of them."""
+    """Number of the view that its members come from: the last one that was settled on all of them."""
 
 
 class SessionMembership:
@@ -51,13 +51,13 @@ class SessionMembership:
     Args:
         group: The ranks with which the session began.
         name: Name of the session, the same on all ranks.
-        give_up_s: Seconds after which a rank that waits for a majority, or to be let in, raises an error.
+        give_up_s: Wait limit for a quorum or an admission; then an error is raised.
         priority: Priority of what the session sends; None is that of the group.
     """
 
     def __init__(self, group: Group, name: str, give_up_s: float, priority: Priority | None = None) -> None:
         self.round = 0
-        """Number of rounds that this rank has completed, or begun where a round that has begun is never repeated."""
+        """Number of rounds completed; of rounds begun, where a round that has begun is never repeated."""
         self._transport: Any = group.transport
         self.priority = priority or group.priority
         """Priority of what the session sends; None is the job's."""
@@ -65,14 +65,14 @@ class SessionMembership:
         self._rank = group.transport.rank
         self._id = zlib.crc32(name.encode())
         # Ranks that join a job belong to the sessions of all ranks, not to those of some.
-        everyone = set(group.ranks) >= set(range(group.transport.world))
-        self._scope = None if everyone else frozenset(group.ranks)
+        all_ranks = set(group.ranks) >= set(range(group.transport.world))
+        self._scope = None if all_ranks else frozenset(group.ranks)
         self._give_up_s = give_up_s
         self._no_quorum_since: float | None = None
         self._transport.enter()
         self._transport.watch()
         self.newcomer = self._transport.incarnation(self._rank) != 0 and self._is_known()
-        """Whether this process came into a job that was running, and has no parameters yet."""
+        """Whether this process joins a running job and has no parameters yet."""
         if self.newcomer:
             self.view, self.settled = View(0, (), 0), 0
         else:
@@ -80,18 +80,18 @@ class SessionMembership:
             assert latest is not None, "a process that was there from the start knows the first view"
             self.view, self.settled = View(latest.number, self._members(latest), 0), latest.number
         self.has_waiting_joiners = False
-        """Whether the view has members that wait for a turn to begin, and take no part before."""
+        """Whether the view has members that wait for an iteration to begin, and take no part before."""
         self._transport.add_session(self._id, 0, self.settled)
         weakref.finalize(self, _unenroll, self._transport, self._id).atexit = False
 
     def _is_known(self) -> bool:
-        """Whether the others had this session before; otherwise all begin it together, also those that came later."""
+        """Whether other ranks already have this session. Otherwise all ranks begin it together, joiners too."""
         latest = self._transport.view()
         return latest is None or any(session == self._id for session, _, _ in latest.starts)
 
     @property
     def index(self) -> int:
-        """Place of this rank among the members."""
+        """Position of this rank among the members."""
         return self.view.members.index(self._rank)
 
     def group(self, name: str, interrupted: Callable[[], bool] | None = None, *, small: bool = False) -> Group:
@@ -99,8 +99,8 @@ class SessionMembership:
 
         Args:
             name: Name of its sequence of exchanges.
-            interrupted: Asked while an exchange is waited for: if it returns True, the wait ends with `Interrupted`.
-            small: Whether its messages are so small that they go at the job's priority, whatever the session's is.
+            interrupted: Polled while an exchange is waited for; when it returns True, the wait raises `Interrupted`.
+            small: Whether its messages are so small that they use the job's priority instead of the session's.
         """
         return Group(
             self._transport,
@@ -114,30 +114,30 @@ class SessionMembership:
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def due(self) -> bool:
-        """Whether another view begins now for this rank, or has begun without it, or it has waited too long for one."""
+        """Whether a new view begins now for this rank or without it, or the wait for a quorum has timed out."""
         latest = self._transport.view()
         return latest is not None and (self._due(latest) or self._quorum_timed_out())
 
     def up_to_date(self) -> bool:
-        """Whether this session is in the latest view, or can begin it now."""
+        """Whether this session is in the latest view, or can apply it now."""
         latest = self._transport.view()
         return latest is not None and (latest.number <= self.view.number or self._due(latest))
 
     def is_excluded(self) -> bool:
-        """Whether the others have gone on without this rank, so that what it holds is of no worth to them."""
+        """Whether the members have continued without this rank, so that its state is obsolete."""
         latest = self._transport.view()
         later = latest is not None and latest.number > self.view.number
         return later and (not self._transport.inside() or self.blank())
 
     def cut_off(self) -> bool:
-        """Whether the others have gone on without this rank."""
+        """Whether the members have continued without this rank, or the wait for a quorum has timed out."""
         latest = self._transport.view()
         if latest.number <= self.view.number:
             return self._quorum_timed_out()
         return not self._transport.inside() or self.blank()
 
     def complete(self) -> bool:
-        """Goes on to the next round. Returns False if another view begins first, or has begun without this rank."""
+        """Begins the next round. Returns False if another view begins first, or has begun without this rank."""
         began = time.monotonic()
         announced = 0.0
         while True:
@@ -147,16 +147,16 @@ class SessionMembership:
             if self._transport.advance(self._id, self.round + 1, self.settled, latest.number):
                 self.round += 1
                 return True
-            # Some rank has proposed a view, and this rank has promised to complete no round before it is agreed on.
+            # A view is proposed, and this rank has promised to complete no round before it is decided.
             self._transport.wait_view(latest.number, _SLICE_S)
-            announced = self._announce(began, announced, "until the ranks have agreed who is there")
+            announced = self._announce(began, announced, "until the ranks have agreed on the members")
 
     def await_view(self) -> Any:
-        """Waits until the latest view has this rank, and returns it.
+        """Waits until the latest view includes this rank, and returns it.
 
         Raises:
-            StormError: It did not happen within `give_up_s`.
-            Left: This rank wants to leave, and nobody needs what it has.
+            StormError: No such view was decided within `give_up_s`.
+            Left: This rank leaves, and has nothing to transfer.
         """
         began = self._no_quorum_since or time.monotonic()
         announced = 0.0
@@ -173,48 +173,48 @@ class SessionMembership:
             announced = self._announce(began, announced, _FOR_ADMISSION)
 
     def base(self, latest: Any) -> tuple[int, int]:
-        """Returns the view from which all members go on to another one, and the round at which that begins."""
+        """Returns the view that all members of `latest` come from, and the round at which `latest` begins."""
         for session, rounds, base in latest.starts:
             if session == self._id:
                 return base, rounds
         return 0, self.round
 
     def waiting(self, latest: Any) -> list[int]:
-        """Returns the members of a view that hold nothing: they come in where a turn begins."""
+        """Returns the members of a view without state: they are admitted where an iteration begins."""
         return self._within(latest.blank)
 
     def takes_part(self, latest: Any) -> list[int]:
-        """Returns the members of a view and the ranks that leave with it: all who move shards."""
+        """Returns the members of a view and the ranks that leave with it: all that move shards."""
         return sorted({*self._members(latest), *self._within([rank for rank, _ in latest.leaving])})
 
     def members_of(self, latest: Any) -> tuple[int, ...]:
-        """Returns the members of one of the engine's views, as far as they belong to this session."""
+        """Returns the members of an engine's view that belong to this session."""
         return self._members(latest)
 
     def blank(self) -> bool:
-        """Whether this rank has been away, or is new, so that what it holds is of no worth to the others."""
+        """Whether this rank is new or was excluded, so that its state is obsolete."""
         return bool(self._transport.blank(self._id))
 
     def enter(self, latest: Any, step: int, members: Sequence[int]) -> None:
-        """Goes on to a view. It is settled once every member is known to have what it needs for it.
+        """Enters a view. `settle` follows once every member is known to have the state that it needs.
 
         Args:
             latest: One of the engine's views.
             step: Optimizer steps at which it begins.
-            members: Its members, without those that wait for a turn to begin.
+            members: Its members, without those that wait for an iteration to begin.
         """
         self.view = View(latest.number, tuple(members), step, self.base(latest)[0])
         self.has_waiting_joiners = len(members) < len(self._members(latest))
 
     def skip_view(self, latest: Any) -> None:
-        """Waits for a later view, as this rank is not taken into that one."""
+        """Skips a view that does not admit this rank, which waits for a later one."""
         self.view = View(latest.number, (), 0)
 
     def settle(self, rounds: int) -> bool:
-        """Begins the view that was entered, at the given round: every member has what it needs for it.
+        """Settles the view that was entered, at the given round: every member has the state that it needs.
 
-        What a session had before must be kept until its next round is complete: a later view may have been agreed on
-        without knowing that this one is in place. Returns False if there is such a view already.
+        A session must retain its previous state until its next round is complete: a later view may have been decided
+        by ranks that did not know that this one is settled. Returns False if there is such a view already.
         """
         number = self.view.number
         began = time.monotonic()
@@ -223,14 +223,15 @@ class SessionMembership:
             if self.superseded(number):
                 return False
             self._transport.wait_view(number, _SLICE_S)
-            announced = self._announce(began, announced, "until the ranks have agreed who is there")
+            announced = self._announce(began, announced, "until the ranks have agreed on the members")
         self.settled, self.round, self.newcomer = number, rounds, False
         return True
 
     def finish_superseded(self, rounds: int) -> bool:
-        """Begins the view that was entered, although there is a later one, where others have begun a round in it.
+        """Settles a superseded view if other ranks have begun a round in it. Returns whether it did.
 
-        They wait for this rank, which has all that it needs: it makes that round before it goes on to the later view.
+        They wait for this rank in that round. It has the state that it needs, and makes the round before it applies
+        the later view.
         """
         number = self.view.number
         while True:
@@ -241,17 +242,17 @@ class SessionMembership:
             if self._transport.advance(self._id, rounds, number, latest.number):
                 break
             self._transport.wait_view(latest.number, _SLICE_S)
-        if self.blank():  # it was left out meanwhile
+        if self.blank():  # it was excluded meanwhile
             return False
         self.settled, self.round, self.newcomer = number, rounds, False
         return True
 
     def superseded(self, number: int) -> bool:
-        """Whether there is a later view than that one."""
+        """Whether there is a later view than `number`."""
         return bool(self._transport.view().number > number)
 
     def obsolete(self, number: int) -> bool:
-        """Whether a view that begins is waited for in vain: there is a later one, or no majority to agree on one."""
+        """Whether a view cannot settle any more: it is superseded, or the quorum was lost for too long."""
         return self.superseded(number) or self._quorum_timed_out()
 
     def _due(self, latest: Any) -> bool:
@@ -260,16 +261,16 @@ class SessionMembership:
         return not self._transport.inside() or self.blank() or self.base(latest)[1] <= self.round
 
     def _quorum_timed_out(self) -> bool:
-        """Whether this rank has lost the majority for `give_up_s`: then nobody can agree on another view."""
+        """Whether this rank had no quorum for `give_up_s`: without one, no view can be decided."""
         if self._transport.connectivity()["quorum"]:
             self._no_quorum_since = None
             return False
-        # Kept here, too: another thread may find the majority back meanwhile.
+        # In a local variable too: another thread may find the quorum back and reset the member.
         since = self._no_quorum_since = self._no_quorum_since or time.monotonic()
-        # A rank that is about to leave stays for others who may need it, not until it hears them again.
+        # A leaving rank stays to serve other ranks' calls, not until it can reach them again.
         draining = self._transport.collective_servers.draining
-        patience_s = min(self._give_up_s, self._transport.silence_s) if draining else self._give_up_s
-        return time.monotonic() - since > patience_s
+        wait_limit_s = min(self._give_up_s, self._transport.silence_s) if draining else self._give_up_s
+        return time.monotonic() - since > wait_limit_s
 
     def _members(self, latest: Any) -> tuple[int, ...]:
         return tuple(self._within([rank for rank, _ in latest.members]))
@@ -277,10 +278,10 @@ class SessionMembership:
     def _within(self, ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if self._scope is None or rank in self._scope]
 
-    # --- words --------------------------------------------------------------------------------------------------------
+    # --- messages -----------------------------------------------------------------------------------------------------
 
     def _announce(self, began: float, announced: float, what: str) -> float:
-        """Says after a while for what this rank waits. Returns when it last did.
+        """Logs after a while what this rank waits for. Returns the waiting time at the last warning.
 
         Raises:
             StormError: It has waited for `give_up_s`.
@@ -295,12 +296,12 @@ class SessionMembership:
 
     def _timeout_error(self, waited: float, what: str) -> StormError:
         return StormError(
-            f"rank {self._rank}: has waited {waited:.0f} s (give_up_s) {what}; {self.connectivity()}: restart the ranks "
-            "that are gone, or raise give_up_s"
+            f"rank {self._rank}: has waited {waited:.0f} s (give_up_s) {what}; {self.connectivity()}: restart the "
+            "ranks that are gone, or raise give_up_s"
         )
 
     def connectivity(self) -> str:
-        """Says in words whom this rank hears."""
+        """Describes for messages which members this rank receives from."""
         connectivity = self._transport.connectivity()
         silence_s = self._transport.silence_s
         latest = self._transport.view()
@@ -309,11 +310,11 @@ class SessionMembership:
         silent = [rank for rank in others if last_received.get(rank) is None or last_received[rank] > silence_s]
         if not silent:
             return (
-                "it hears all members" if connectivity["quorum"] else "members have left, so that there is no majority"
+                "all members are reachable" if connectivity["quorum"] else "members have left, so there is no majority"
             )
         since = max((last_received[rank] for rank in silent if last_received.get(rank) is not None), default=0.0)
         majority = "" if connectivity["quorum"] else ", which leaves it without a majority"
-        return f"nothing was heard from rank {', '.join(map(str, silent))} for {since:.0f} s{majority}"
+        return f"nothing was received from rank {', '.join(map(str, silent))} for {since:.0f} s{majority}"
 
 
 def _unenroll(transport: Any, session: int) -> None:

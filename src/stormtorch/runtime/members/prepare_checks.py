@@ -1,4 +1,4 @@
-"""What `prepare` refuses: models and optimizers that cannot be trained over the network."""
+"""Checks of `prepare`: rejects models and optimizers that cannot be trained over the network."""
 
 import logging
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _MOST_NAMES = 8
 
 
 def check_model(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Raises a ValueError unless a plain model has at least one of the optimizer's parameters."""
+    """Raises a ValueError unless the model is plain and has at least one of the optimizer's parameters."""
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for parameter in parameters):
         raise ValueError(
@@ -24,11 +24,11 @@ def check_model(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         )
     refuse_wrapped(model)
     if any(isinstance(parameter, DTensor) for parameter in parameters):
-        raise ValueError("prepare() takes the place of FSDP, and does not know DTensors: give it a plain model")
+        raise ValueError("prepare() takes the place of FSDP, and does not support DTensors: give it a plain model")
 
 
 def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
-    """Raises a ValueError if a parameter has a dtype, a layout or a device that cannot travel, or occurs twice."""
+    """Raises a ValueError if a parameter occurs twice, or its dtype, layout or device cannot be sent."""
     seen: set[int] = set()
     for number, parameter in enumerate(parameters):
         if parameter.requires_grad and parameter.dtype not in WIRE_DTYPES:
@@ -46,7 +46,7 @@ def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def check_frozen(frozen: Sequence[nn.Parameter]) -> None:
-    """Raises a RuntimeError if a parameter requires a gradient that required none at `prepare`."""
+    """Raises a RuntimeError if a parameter that was frozen at `prepare` now requires a gradient."""
     if any(parameter.requires_grad for parameter in frozen):
         raise RuntimeError(
             "a parameter that was frozen when the model was prepared now requires a gradient, but has no place in what "
@@ -55,7 +55,7 @@ def check_frozen(frozen: Sequence[nn.Parameter]) -> None:
 
 
 def warn_of_left_out(model: nn.Module, prepared: Sequence[nn.Parameter], rank: int) -> None:
-    """Warns of parameters that require a gradient and that no prepared optimizer has."""
+    """Warns of parameters that require a gradient but belong to no prepared optimizer."""
     known = {id(parameter) for parameter in prepared}
     left_out = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known]
     if left_out:

@@ -15,12 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from stormtorch.backend.compiler import hidden
 from stormtorch.runtime.members import distributed_checkpoint as distributed_checkpoint
 
-# Attribute with the number of the hook that is called just before a step.
+# Attribute with the number of the step pre-hook that must run last.
 _LAST = "_storm_last_hook"
 
 
 class _Session(Protocol):
-    """What a prepared optimizer asks of its session."""
+    """What a prepared optimizer needs of its session."""
 
     def zero_grad(self, set_to_none: bool) -> None: ...
     def wait(self) -> None: ...
@@ -30,14 +30,14 @@ class _Session(Protocol):
 
 
 def _methods(kind: Any) -> dict[str, Any]:
-    """Returns the methods of a prepared optimizer of some class that involve other ranks."""
+    """Returns the methods that a prepared optimizer overrides, because they involve other ranks."""
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        """Forgets the gradients of the model and of what this rank owns."""
+        """Clears the gradients of the model and of this rank's shard."""
         self.session.zero_grad(set_to_none)
 
     def state_dict(self: Any) -> Any:
-        """Returns the state of the whole optimizer, in torch's format. One rank calls it, or all do."""
+        """Returns the state of the whole optimizer, in torch's format. One rank calls it, or all ranks do."""
         distributed_checkpoint.check_patched_before(sys._getframe(1))
         return self.session.optimizer_state(kind.state_dict(self))
 
@@ -46,7 +46,7 @@ def _methods(kind: Any) -> dict[str, Any]:
         kind.load_state_dict(self, self.session.local_state(state_dict))
 
     def register_step_pre_hook(self: Any, hook: Any) -> Any:
-        """Registers a hook that is called before every step. What it does to gradients counts."""
+        """Registers a hook that is called before every step. Its changes to gradients take effect."""
         handle = kind.register_step_pre_hook(self, hook)
         last = self.__dict__.get(_LAST)
         if last is not None:
@@ -54,7 +54,7 @@ def _methods(kind: Any) -> dict[str, Any]:
         return handle
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        """Raises a RuntimeError: parameters have their places in buckets since `prepare`."""
+        """Raises a RuntimeError: `prepare` has laid out all parameters in buckets."""
         if "session" in self.__dict__:
             raise RuntimeError("add_param_group after prepare(): give the optimizer all its parameters before")
         kind.add_param_group(self, param_group)
@@ -71,19 +71,19 @@ def _methods(kind: Any) -> dict[str, Any]:
 
 
 def _mode(kind: Any, name: str) -> Any:
-    """Returns a method by which an optimizer moves parameters between those to train and those to evaluate."""
+    """Returns a method by which an optimizer switches parameters between training and evaluation values."""
     plain = getattr(kind, name)
 
     @functools.wraps(plain)
     def change(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Changes the mode, on all ranks: each moves its own shard, and gets the others'."""
+        """Switches the mode. All ranks call it: each rank switches its own shard and receives the others."""
         return self.session.moves(lambda: plain(self, *args, **kwargs))
 
     return change
 
 
 def settings(optimizer: Any) -> list[dict[str, Any]]:
-    """Returns the plain settings of an optimizer's groups, among which a mode would be."""
+    """Returns the plain settings of an optimizer's groups, where a mode would show."""
     return [
         {name: value for name, value in group.items() if isinstance(value, bool | int | str)}
         for group in optimizer.param_groups
@@ -91,10 +91,10 @@ def settings(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def adopt(optimizer: torch.optim.Optimizer, session: _Session) -> None:
-    """Makes an optimizer a prepared one. It stays the same object, of a class derived from its own."""
+    """Makes an optimizer a prepared one: the same object, of a class derived from its own."""
     distributed_checkpoint.patch_torch()
     kind = type(optimizer)
-    # It has no other base: an object keeps its layout only if its new class differs by nothing but methods.
+    # No other base: Python allows the new class only if it differs by nothing but methods.
     optimizer.__class__ = types.new_class(
         kind.__name__, (kind,), exec_body=lambda names: names.update(_methods(kind), __doc__=kind.__doc__)
     )
@@ -102,14 +102,14 @@ def adopt(optimizer: torch.optim.Optimizer, session: _Session) -> None:
 
 
 def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the state dict of this rank's part of a prepared optimizer."""
+    """Returns the state dict of this rank's shard of a prepared optimizer."""
     kind: Any = type(optimizer).__base__
     found: dict[str, Any] = kind.state_dict(optimizer)
     return found
 
 
 def keep_last(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
-    """Has a hook that is called before steps stay the last one, also when the program adds others."""
+    """Keeps a step pre-hook the last one when the program registers others."""
     optimizer.__dict__[_LAST] = hook.id
 
 

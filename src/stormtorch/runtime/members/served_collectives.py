@@ -1,17 +1,16 @@
-"""Calls that all ranks make: `model.state_dict()`, `exact()` and `optimizer.state_dict()`.
+"""Collectives served while a rank blocks: `model.state_dict()`, `exact()` and `optimizer.state_dict()`.
 
-A rank that makes a call tells the others which call it is and at which step. The others may make the same call. Or they
-wait for something else, such as backward() or a barrier: then they notice the call and take part in it while they wait,
-without any change to their own parameters. So `if rank == 0: torch.save(model.state_dict(), ...)` is exact, and no
-other rank has to know of it. If ranks make different calls, all serve calls for the model first, then those for the
-optimizer. A rank that is about to leave takes part too, until all others are about to leave, or have begun another step
-without it.
+A rank that makes such a call announces which call it is and at which step. The other ranks make the same call, or they
+block elsewhere, as in backward() or a barrier. A blocked rank notices the call and serves it while it waits, without
+changing its own parameters. So `if rank == 0: torch.save(model.state_dict(), ...)` gives an exact checkpoint without
+code on the other ranks. If ranks make different calls, all of them serve calls for the model first, then those for the
+optimizer. A leaving rank also serves calls, until all other ranks leave or have begun another step without it.
 
-A slow rank may take part in a call that it is about to make itself. Therefore it keeps the result until the next step,
-and answers its own call from it: the others have their result already, and do not take part again.
+A slow rank may serve a call that it is about to make itself. It therefore caches the result until its next step and
+returns it from its own call: the other ranks have their result already and do not take part again.
 
-An error in a call is raised to the caller. Ranks that only take part log a warning and continue to wait, unless their
-models differ in size.
+An error in a call is raised on the ranks that made it. Ranks that only serve it log a warning and keep waiting, unless
+the models differ in size.
 """
 
 from __future__ import annotations
@@ -45,25 +44,25 @@ _log = logging.getLogger("stormtorch")
 
 @dataclass(slots=True)
 class _CachedResult:
-    """The result of calls of one kind, at one step, in which this rank took part for others."""
+    """The result of calls of one kind, at one step, that this rank served."""
 
     steps: int
     times: int
-    """Number of such calls that this rank has not made itself since."""
+    """How many of them this rank has not made itself yet."""
     result: object
 
 
 class ServedCollectives:
-    """The calls of one session.
+    """Makes and serves the calls of one session.
 
     Args:
-        meeting: The place where ranks meet for calls.
+        barrier: Barrier that ranks enter before a call.
         steps: Returns the number of steps that this rank has made.
-        ready: Returns whether this rank could take part now.
+        ready: Returns whether this rank can serve a call now.
         mid_step: Returns whether this rank waits within a step that it has begun, not for the end of the last one.
-        serve: Takes part in a call, given its number. Changes nothing on this rank, and returns the result.
-        due: Returns whether another view begins now for this rank, which is between two steps.
-        change: Begins that view.
+        serve: Serves a call, given its number, and returns the result. It changes nothing on this rank.
+        due: Returns whether this rank, between two steps, must apply another view now.
+        change: Applies that view.
     """
 
     def __init__(
@@ -85,25 +84,25 @@ class ServedCollectives:
         self._due, self._change = due, change
         self._busy = self._has_left = False
         self._cached: dict[bool, _CachedResult] = {}
-        # Only this thread makes steps: others that wait in a collective cannot know whether one is under way.
+        # Only this thread makes steps: another thread in a collective cannot tell whether a step is running.
         self._thread = threading.get_ident()
         barrier.group.transport.collective_servers.offer(self)
 
     @property
     def group(self) -> Group:
-        """Group of the exchanges that follow a meeting."""
+        """Group of the exchanges that follow the barrier."""
         return self.barrier.group
 
     @contextlib.contextmanager
     def call(self, call: int) -> Iterator[object]:
         """Enters a context in which all ranks take part in a call.
 
-        Yields the result of the call if this rank has already taken part in it, or None.
+        Yields the cached result if this rank has already served the call, or None.
 
         Raises:
             StormError: A rank has made another number of steps.
             Interrupted: Another view begins.
-            ExchangeTimeout: A rank neither made the call nor took part in it in time.
+            ExchangeTimeout: A rank neither made nor served the call in time.
         """
         cached = self._cached.get(call == OPTIMIZER_STATE)
         if cached is not None and cached.steps == self._steps() and cached.times > 0:
@@ -114,7 +113,7 @@ class ServedCollectives:
             while True:
                 found = self.barrier.wait_for_all(call, self._steps())
                 if found is None:
-                    continue  # a rank has given up an earlier call, or has just died
+                    continue  # a rank timed out in an earlier call, or has just died
                 self._compare(found)
                 if _first(found).of_optimizer == (call == OPTIMIZER_STATE):
                     break
@@ -122,11 +121,11 @@ class ServedCollectives:
             yield None
 
     def forget(self) -> None:
-        """Drops kept results, as parameters or the optimizer's state are about to change."""
+        """Drops cached results, because parameters or the optimizer's state are about to change."""
         self._cached.clear()
 
     def requested(self) -> bool:
-        """Whether other ranks have begun a call that this one can take part in now."""
+        """Whether other ranks have started a call that this rank can serve now."""
         if self._busy or (is_elsewhere() and threading.get_ident() != self._thread):
             return False
         if self._due():
@@ -139,15 +138,15 @@ class ServedCollectives:
             if message.call == SERVES_ONLY:
                 continue
             if message.steps < mine:
-                return True  # meet it now: a late call must fail, and a rank that leaves may go
+                return True  # enter the barrier now: a late call must fail, and a leaving rank may exit
             if message.call == LEAVES and not self._mid_step():
                 continue  # it stays until this rank leaves too
-            seen = seen or message.steps == mine  # a rank that is ahead is met later
+            seen = seen or message.steps == mine  # a rank that is ahead is served later
         return seen and self._ready()
 
     @torch.no_grad()
     def serve(self) -> None:
-        """Takes part in a call that others have begun. An error in it does not disturb what this rank waits for."""
+        """Serves a call that other ranks have started. An error in it does not end what this rank waits for."""
         with self.serving_paused():
             if self._due():
                 self._change()
@@ -158,7 +157,7 @@ class ServedCollectives:
             try:
                 found = self.barrier.wait_for_all(SERVES_ONLY, self._steps())
             except Interrupted:
-                return  # another view begins, for which this rank will be asked
+                return  # another view begins; `due` will report it
             except StormError as error:
                 self._warn_skipped(NAMES[SERVES_ONLY], error)
                 return
@@ -167,7 +166,7 @@ class ServedCollectives:
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Takes part in the calls of others before this rank leaves, until they leave too or continue without it."""
+        """Serves calls before this rank leaves, until the other ranks leave too or continue without it."""
         if self._has_left:
             return
         self._has_left = True
@@ -189,10 +188,10 @@ class ServedCollectives:
                 self._serve_first(found)
 
     def _all_leave(self, pending_messages: Sequence[BarrierMessage]) -> bool:
-        """Whether all ranks are about to leave, and the others are met here now.
+        """Whether all ranks are leaving and all others wait in this session's barrier.
 
-        Ranks may have dropped different models, as the garbage collector comes when it likes, and so leave their
-        sessions in another order, or some that others do not have any more.
+        Garbage collection may have dropped different models on different ranks. Ranks then leave their sessions in
+        different orders, or leave sessions that other ranks no longer have.
         """
         leaving = self.group.transport.collective_servers.draining and not self._has_left
         return (
@@ -203,7 +202,7 @@ class ServedCollectives:
 
     @contextlib.contextmanager
     def serving_paused(self) -> Iterator[None]:
-        """Enters a context in which this rank takes part in no call, as it is within one or begins an epoch."""
+        """Enters a context in which this rank serves no call, because it is in one or applies a view."""
         before, self._busy = self._busy, True
         try:
             yield
@@ -211,7 +210,7 @@ class ServedCollectives:
             self._busy = before
 
     def _serve_first(self, found: dict[int, BarrierMessage]) -> None:
-        """Takes part in that call of the others which is served first."""
+        """Serves the first of the calls that other ranks have started."""
         first = _first(found)
         try:
             self._compare(found)
@@ -219,7 +218,7 @@ class ServedCollectives:
         except Interrupted:
             return
         except SizeMismatch:
-            raise  # models differ, so the caller waits for something that this rank cannot give: both must fail
+            raise  # models differ, so this rank cannot send what the caller waits for: both must fail
         except StormError as error:
             requesting = [
                 peer for peer, message in _requests(found).items() if message.of_optimizer == first.of_optimizer
@@ -227,7 +226,7 @@ class ServedCollectives:
             self._warn_skipped(f"{NAMES[first.call]} of rank {', '.join(map(str, requesting))}", error)
             return
         if is_elsewhere():
-            return  # this rank waits in a collective that comes after this call, so a call of its own is another one
+            return  # this rank waits in a collective after this call, so its own next call is another one
         cached = self._cached.get(first.of_optimizer)
         times = cached.times if cached is not None and cached.steps == self._steps() else 0
         self._cached[first.of_optimizer] = _CachedResult(self._steps(), times + 1, result)
@@ -235,7 +234,7 @@ class ServedCollectives:
     def _warn_skipped(self, what: str, error: StormError) -> None:
         rank = self.group.rank
         why = str(error).removeprefix(f"rank {rank}: ")
-        _log.warning("rank %d: takes no part in %s, and goes on without it: %s", rank, what, why)
+        _log.warning("rank %d: takes no part in %s, and continues without it: %s", rank, what, why)
 
     def _compare(self, found: dict[int, BarrierMessage]) -> None:
         for first, leader in _requests(found).items():
@@ -243,16 +242,16 @@ class ServedCollectives:
                 if message.steps != leader.steps:
                     raise StormError(
                         f"rank {self.group.rank}: rank {first} has called {NAMES[leader.call]} after {leader.steps} "
-                        f"steps, and rank {peer} has made {message.steps}: call it on every rank, or between step() and "
-                        "the next backward()"
+                        f"steps, and rank {peer} has made {message.steps}: call it on every rank, or between step() "
+                        "and the next backward()"
                     )
 
 
 def _requests(found: dict[int, BarrierMessage]) -> dict[int, BarrierMessage]:
-    """Returns what the ranks that make a call have told; the others only take part."""
+    """Returns the messages of ranks that make a call, without those that only serve or leave."""
     return {peer: message for peer, message in found.items() if message.is_request}
 
 
 def _first(found: dict[int, BarrierMessage]) -> BarrierMessage:
-    """Returns the call that is served first, of those that ranks make; the same on all ranks."""
+    """Returns the message of the call to serve first, the same on all ranks."""
     return min(_requests(found).values())

@@ -1,9 +1,9 @@
-"""Sums, means and lists of small things over whoever is there, which go on when ranks die, return, join and leave.
+"""Elastic all-reduce and all-gather of small values over the current members: they survive failures, joins and leaves.
 
-A call has two exchanges, for a view as all others of a session: what a rank that dies has not sent is missing, and
-no error. In the first one each rank sends its value; in the second, whose values it has. What all who are left have
-counts, so that they have the same result. The sequence of calls goes on through views, as a rank may be in a call
-before a view begins and another one enters it after that.
+A call has two exchanges. In the first, each rank sends its value; in the second, it reports whose values it received.
+A value counts if all remaining ranks have it, so all of them get the same result. A rank that dies does not raise an
+error: what it had not sent is missing. The sequence of calls continues across views, because one rank may be in a call
+before a view begins that another rank enters afterwards.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _MOST_BYTES = 64 << 20
 def ranks_counted(
     members: Sequence[int], here: Collection[int], known: Mapping[int, Collection[int]], known_gone: Collection[int]
 ) -> tuple[set[int], list[int]]:
-    """Returns the ranks whose values count, and those because of whom others may count other ones.
+    """Returns the ranks whose values count, and the dead ranks that make the result ambiguous.
 
-    What a rank that dies has not sent to all is left out by whoever is told so by those who lack it. Where one of these
-    dies, too, and may have told some alone, nobody knows what the others count. In all other cases, all count the same.
+    A rank that dies may have sent its value to some ranks only. Ranks that miss it report so, and all ranks then leave
+    it out. If a reporting rank dies too, its report may have reached some ranks only, so that ranks could count
+    different values. In all other cases all ranks count the same values.
 
     Args:
         members: Ranks that take part.
-        here: Ranks whose values this one has.
-        known: Ranks whose values each rank has, of those that have said so.
-        known_gone: Ranks that cannot have told anybody, as all knew that they were gone.
+        here: Ranks whose values this rank has.
+        known: For each rank that has reported, the ranks whose values it has.
+        known_gone: Ranks that cannot have reported to any rank, because all ranks knew that they were gone.
     """
     count = {rank for rank in here if all(rank in each for each in known.values())}
     silent = [rank for rank in members if rank not in known]
@@ -45,43 +46,42 @@ def ranks_counted(
 
 
 class SessionCollectives:
-    """What members of a session tell each other outside its steps. A base of `Session`."""
+    """Collectives of a session's members outside its steps: `mean`, `sum`, `gather`. A base of `Session`."""
 
     name: str
     group: Group
     membership: SessionMembership
     steps: int
     _new: tuple[int, set[int]] = (-1, set())
-    """Steps at which the view began, and the ranks that were new then."""
+    """Steps at which the view began, and the ranks that joined with it."""
     _sequence = 0
-    """Number of the sequence of calls: that of the last view with which somebody came."""
+    """Number of the sequence of calls: that of the last view that admitted a rank."""
     _next_sequence: tuple[int, int] | None = None
-    """The next one, and the steps that it comes after."""
+    """Steps after which the next sequence begins, and its number."""
 
     def mean(self, value: Value) -> Value:
-        """Returns the mean of a number or tensor over the ranks that are there, the same on all of them.
+        """Returns the mean of a number or tensor over the current members, the same on all of them.
 
-        All ranks call it, at the same step. Where `dist.all_reduce` would end the job with the first rank that dies,
-        it goes on. A rank that came into the running job takes part from its first step on, and gets its own value
-        before that.
+        All ranks call it, at the same step. It continues when a rank dies, where `dist.all_reduce` would end the job. A
+        rank that joined the running job takes part from its first step on, and gets its own value before that.
 
         Args:
-            value: A number, or a tensor of the same shape and dtype on all ranks. It stays as it is.
+            value: A number, or a tensor of the same shape and dtype on all ranks. It is not changed.
         """
         result: Value = self._reduce_over_members(value, "session.mean()", mean=True)
         return result
 
     def sum(self, value: Value) -> Value:
-        """Returns the sum over the ranks that are there, as `mean` does."""
+        """Returns the sum over the current members, as `mean` does."""
         result: Value = self._reduce_over_members(value, "session.sum()", mean=False)
         return result
 
     def gather(self, value: object) -> dict[int, Any]:
-        """Returns what each rank that is there has given, by rank, as `mean` does.
+        """Returns the value of each current member, by rank, as `mean` does.
 
         Args:
-            value: Numbers, strings, lists, dictionaries and tensors, of any size up to 64 MiB. Ranks may give different
-                things.
+            value: Numbers, strings, lists, dictionaries and tensors, of any size up to 64 MiB. They may differ between
+                ranks.
         """
         message = pack(value)
         if message.numel() > _MOST_BYTES:
@@ -112,7 +112,7 @@ class SessionCollectives:
 
     @torch.no_grad()
     def _gather_all(self, own: torch.Tensor, what: str) -> dict[int, torch.Tensor]:
-        """Returns the tensors of all ranks that are there, by their numbers in messages."""
+        """Returns the tensors of all current members, by rank label."""
         transport = self.group.transport
         members = self._participants()
         if members == [transport.rank]:
@@ -123,7 +123,7 @@ class SessionCollectives:
             rows = [torch.zeros_like(own) for _ in members]
             here = self._collect(group, rows, own)
             slots: int = getattr(transport, "capacity", transport.world)
-            # Whose values this rank has, and 2 more of who is gone already; at the end, after how many steps.
+            # By rank: 1 if its value arrived, plus 2 if it is already gone. The last element is the number of steps.
             reported = torch.zeros(slots + 1, dtype=torch.int64, device="cpu")
             latest = transport.view()
             assert latest is not None, "members have views"
@@ -149,13 +149,13 @@ class SessionCollectives:
             dead = ", ".join(str(self.label(each)) for each in unsure)
             raise StormError(
                 f"rank {self.label(transport.rank)}: {what}: ranks {dead} "
-                "died within it, and others may count other ranks than this one: start it again"
+                "died during the call, so other ranks may count other values than this one: restart this rank"
             )
         return {self.label(rank): row for rank, row in zip(members, rows, strict=True) if rank in count}
 
     @staticmethod
     def _collect(group: Group, rows: list[torch.Tensor], own: torch.Tensor) -> set[int]:
-        """Gathers tensors, and returns the ranks whose tensors have come."""
+        """Gathers tensors, and returns the ranks whose tensors arrived."""
         arrivals = collectives.all_gather(group, rows, rows[group.rank].copy_(own)).wait()
         own_rank = group.transport.rank
         arrived = {
@@ -167,7 +167,7 @@ class SessionCollectives:
 
     @property
     def view(self) -> View:
-        """The ranks that train together now."""
+        """The current members."""
         return self.membership.view
 
     def label(self, rank: int) -> int:
@@ -175,10 +175,10 @@ class SessionCollectives:
         raise NotImplementedError
 
     def on_view(self, newcomers: Sequence[int]) -> None:
-        """Told when the session has begun a view, with the members that came in or came back with it.
+        """Called when the session has applied a view, with the members that joined or rejoined with it.
 
-        They make the same calls as the others from their first step on. From then on there is a new sequence of calls,
-        as newcomers do not know how many there were before.
+        They make the same calls as the other ranks from their first step on. A new sequence of calls begins there,
+        because joining ranks do not know how many calls there were before.
         """
         steps, still_new = self._new
         self._new = self.steps, {*newcomers} | (still_new if steps == self.steps else set())
@@ -186,7 +186,7 @@ class SessionCollectives:
             self._next_sequence = self.steps, self.view.number
 
     def _participants(self) -> list[int]:
-        """Returns the members that make the same calls: not those that came since the last step."""
+        """Returns the members that make the same calls: not those that joined since the last step."""
         steps, new = self._new
         own = self.group.transport.rank
         if steps != self.steps:

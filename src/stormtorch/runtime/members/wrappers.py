@@ -1,8 +1,7 @@
-"""Refuses what would train a prepared model beside its optimizer: DistributedDataParallel, another optimizer.
+"""Rejects DistributedDataParallel, FSDP and other optimizers on a prepared model, which would train it wrongly.
 
-A model that is wrapped after prepare() would train wrongly without an error: DDP writes its mean into `parameter.grad`,
-which is the memory of a bucket, while the engine still reads that memory to send it. So would one with an optimizer
-that prepare() did not get: gradients are averaged only where a rank owns them.
+DDP writes its mean into `parameter.grad`, which is the memory of a bucket that the engine still reads to send it. An
+optimizer that prepare() did not get would use gradients that are averaged only where this rank owns them.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _NAMES = {
 
 _watching: RemovableHandle | None = None
 _watching_steps: RemovableHandle | None = None
-# Optimizers with other parameters than those that are prepared, and how many groups each had when that was found.
+# Optimizers without prepared parameters, and the number of groups that each had when it was checked.
 _others: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def wrapper_of(module: nn.Module) -> str | None:
-    """Returns the name of a wrapper, or None for a module that is no wrapper."""
+    """Returns the wrapper's name, or None for a module that is no wrapper."""
     return next((_NAMES[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in _NAMES), None)
 
 
@@ -47,7 +46,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refusal(name: str) -> ValueError:
-    """Returns the error for a wrapper around a model that is prepared, or about to be."""
+    """Returns the error for a wrapper around a prepared model, before or after prepare()."""
     return ValueError(
         f"prepare() takes the place of {name}: give prepare() the model itself, and do not wrap it afterwards either."
     )
@@ -56,10 +55,10 @@ def refusal(name: str) -> ValueError:
 def refuse_wrappers(prepared: Callable[[Iterable[nn.Parameter]], bool]) -> None:
     """Makes wrapping a prepared model raise an error from now on.
 
-    A wrapper registers the model as its submodule in its constructor, and torch has a hook for that.
+    A wrapper registers the model as a submodule in its constructor, and torch has a hook for that.
 
     Args:
-        prepared: Returns whether any of some parameters is prepared.
+        prepared: Returns whether any of the given parameters is prepared.
     """
     global _watching
     if _watching is not None:
@@ -76,14 +75,14 @@ def refuse_wrappers(prepared: Callable[[Iterable[nn.Parameter]], bool]) -> None:
 def refuse_other_optimizers(
     prepared: Callable[[Iterable[nn.Parameter]], bool], within: Callable[[FrameType], bool]
 ) -> None:
-    """Makes steps of an optimizer that prepare() did not get, but that has a prepared parameter, raise an error.
+    """Makes a step raise an error if its optimizer has a prepared parameter but was not given to prepare().
 
     Args:
-        prepared: Returns whether any of some parameters is prepared, in a job that goes on.
-        within: Returns whether a call is part of a prepared optimizer's step, as where that has others within itself.
+        prepared: Returns whether any of the given parameters is prepared, in a job that has not ended.
+        within: Returns whether a call is part of a prepared optimizer's step, as when it wraps other optimizers.
     """
     global _watching_steps
-    _others.clear()  # what is prepared now may be theirs
+    _others.clear()  # they may have parameters that are prepared now
     if _watching_steps is not None:
         return
 
@@ -103,29 +102,29 @@ def refuse_other_optimizers(
 
 
 def refuse_active_wrapper(model: nn.Module) -> None:
-    """Raises an error in the forward of a model that was wrapped in DDP before prepare() got the model itself."""
+    """Raises an error if the model's forward runs inside a DDP wrapper that was made before prepare()."""
     active = DistributedDataParallel._active_ddp_module
     if active is not None and any(module is model for module in active.modules()):
         raise refusal("DistributedDataParallel")
 
 
 class PreparedParameters:
-    """Checks that a model still has the parameters that were prepared: replacements would never be trained.
+    """Checks that a model still has its prepared parameters: replacements would never be trained.
 
     Args:
         model: The user's model.
-        parameters: Parameters that are prepared. Some may be another model's.
+        parameters: Prepared parameters. Some may belong to another model.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self._model = model
         own = {id(parameter) for parameter in model.parameters()}
         self._numbers = {id(each): number for number, each in enumerate(parameters) if id(each) in own}
-        # A search through all modules takes milliseconds, so it happens only if a parameter has left its known place.
+        # A search through all modules takes milliseconds, so it runs only if a parameter is not where it was found.
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
 
     def gone(self) -> list[int]:
-        """Returns the numbers of parameters that the model lacks. It may have given one a new place or name."""
+        """Returns the numbers of parameters that the model lacks. Moving or renaming one is allowed."""
         if self._places and all(holder.get(name) is parameter for holder, name, parameter in self._places):
             return []
         places = {

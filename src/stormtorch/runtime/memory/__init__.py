@@ -1,4 +1,4 @@
-"""Where parameters, gradients and optimizer state lie: flat buckets, their layout, shards and fingerprints.
+"""Memory of parameters, gradients and optimizer state: flat buckets, their layout, shards and fingerprints.
 
-The bottom of the runtime: no network. Begin with `layout.py` (numbers only) and `bucket.py` (the memory).
+The bottom layer of the runtime. Begin with `layout.py` (numbers only) and `bucket.py` (the memory).
 """

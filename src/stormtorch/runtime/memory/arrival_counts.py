@@ -7,14 +7,14 @@ from stormtorch.exchange.exchange import ExchangeResult
 
 
 class ArrivalCounts:
-    """Counts the chunks that came, or should have come, from each peer, a rank in the group."""
+    """Counts expected and arrived chunks by peer, a rank in the group."""
 
     def __init__(self, size: int) -> None:
         self._chunks = [0] * size
         self._arrived = [0] * size
         self._recovered = [0] * size
         self.longest_s = 0.0
-        """Seconds that the longest exchange took."""
+        """Duration of the longest exchange, in seconds."""
 
     def clear(self) -> None:
         """Resets all counts."""
@@ -24,7 +24,7 @@ class ArrivalCounts:
         self.longest_s = 0.0
 
     def add(self, group: Group, arrival: ExchangeResult, *, stage: int = 0) -> None:
-        """Counts an exchange of a group that has the same ranks."""
+        """Adds the counts of an exchange of a group with the same ranks."""
         self.longest_s = max(self.longest_s, arrival.elapsed_s)
         for rank, (chunks, arrived) in arrival.links(stage=stage).items():
             peer = group.ranks.index(rank)
@@ -39,16 +39,16 @@ class ArrivalCounts:
         return self._arrived[peer] / self._chunks[peer] if self._chunks[peer] else None
 
     def lost_before_parity(self, peer: int) -> tuple[int, int]:
-        """Returns the chunks of a peer that were lost, also where parity brought them back, and all of them."""
+        """Returns the number of a peer's chunks lost before parity recovered any, and the number of all its chunks."""
         chunks = self._chunks[peer]
         return chunks - self._arrived[peer] + self._recovered[peer], chunks
 
     def fractions(self) -> dict[int, float]:
-        """Returns the fraction that arrived from every peer that was to send something."""
+        """Returns the fraction that arrived, by peer, for peers that had chunks to send."""
         return {peer: fraction for peer in range(len(self._chunks)) if (fraction := self.fraction(peer)) is not None}
 
     def counts(self, without: Collection[int] = ()) -> tuple[int, int]:
-        """Returns the number of chunks that did not arrive, and of all chunks, leaving out some peers."""
+        """Returns the number of missing chunks and of all chunks, without those of some peers."""
         if not without:
             chunks = sum(self._chunks)
             return chunks - sum(self._arrived), chunks

@@ -1,4 +1,4 @@
-"""The memory of some parameters: a flat vector of them, one of their gradients, and this rank's shard of both."""
+"""Bucket: a flat vector of parameters, a flat vector of their gradients, and this rank's shard of both."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,11 @@ from stormtorch.staging.launch_queue import Event
 
 
 class Bucket:
-    """Parameters that travel together. They become views of `flat`; their gradients become views of `grads`.
+    """Parameters that are exchanged together. They become views of `flat`; their gradients become views of `grads`.
 
     Args:
         index: Number of the bucket. Low ones complete their gradients first; high ones are needed first in forward.
-        layout: Places of parameters and shards in the bucket.
+        layout: Offsets of parameters and shards in the bucket.
         parameters: All parameters, by number. Those in this bucket have one dtype and device.
         rank: Rank of this process, which owns the shard of the same number.
     """
@@ -40,32 +40,32 @@ class Bucket:
                 view.copy_(parameter)
                 parameter.data = view
                 self.grad_views.append(self.grads[slot.first : slot.first + slot.count].view(parameter.shape))
-        # Addresses of the gradients' places: comparing numbers is much quicker than making views.
+        # Addresses of the gradients in the bucket: comparing numbers is much faster than making views.
         self._grad_addresses = [view.data_ptr() for view in self.grad_views]
         self._model_flat: torch.Tensor | None = None
         self._copy_flat = torch.empty(0)
         self.kept: torch.Tensor | None = None
-        """Whether each element is kept, once `prune` was called. All others are zero, and do not travel."""
+        """Whether each element is kept, once `prune` was called. All others are zero and are not sent."""
         self._lay_out()
         self.finite: bool | None = None
-        """Whether all gradients that `collect` last put here are finite; None if it cannot tell."""
+        """Whether all gradients that `collect` last put here are finite; None if unknown."""
         self._shares_gradients = False
         self._own(torch.empty(0))
         self.previous: torch.Tensor | None = None
-        """Owned parameters before the last step, where `remember` was called."""
+        """Owned parameters before the last step, if `remember` was called."""
         # The network reads and writes main memory; on the CPU that is the vectors themselves.
         self.host_flat = self._host(self.flat, self.travels)
         self.host_grads = self._host(self.grads, self.travels)
         self.refresh_host()
 
     def _own(self, masters: torch.Tensor) -> None:
-        """Allocates what belongs to this rank's shard; `masters` are its float32 values, empty if `flat` has them."""
+        """Allocates the memory of this rank's shard; `masters` are its float32 values, empty if `flat` has them."""
         self.own = self.shard(self.flat, self.rank)
         self._owned = self.layout.spans[self.rank]
         # Owners compute in float32. A float32 bucket is its own master.
         wide = self.dtype == torch.float32
         self.masters = self.own if wide else (masters if masters.numel() else self.own.float())
-        # In memory of its own: if a rank dies, the others repeat the exchange from the gradients that they have.
+        # In separate memory: if a rank dies, the others repeat the exchange from their own gradients.
         self.own_grads = torch.zeros_like(self.masters)
         self.host_own_grads = self._host(self.own_grads, self.spans[self.rank][1])
         shares = self._shares_gradients and wide
@@ -73,7 +73,7 @@ class Bucket:
         """Averaged gradients of this rank's shard that the optimizer uses."""
 
     def share_gradients(self) -> None:
-        """Has the optimizer use the memory in which the program sees gradients, once they are shown there."""
+        """Makes the optimizer use the memory in which the program sees gradients."""
         self._shares_gradients = True
         self.repartition(self.layout, self.rank, torch.empty(0) if self.masters is self.own else self.masters)
 
@@ -81,8 +81,8 @@ class Bucket:
         """Gives this rank another shard. Parameters and their gradients stay where they are.
 
         Args:
-            layout: The layout with the new shards; its parameters are in the same places.
-            rank: Number of this rank's shard from now on.
+            layout: The layout with the new shards and the same parameter offsets.
+            rank: Number of this rank's new shard.
             masters: Float32 values of the new shard. Where `flat` is float32, it must hold them already.
         """
         self.layout, self.rank = layout, rank
@@ -91,19 +91,19 @@ class Bucket:
         self._own(masters)
 
     def divide(self, layout: Layout, rank: int) -> None:
-        """Divides the bucket into other shards, for sessions in which nobody owns parameters."""
+        """Changes the shards of the bucket, for sessions whose parameters have no owners."""
         self.layout, self.rank = layout, rank
         self._lay_out()
 
     def show_own_gradients(self) -> None:
-        """Copies the averaged gradients of this rank's shard to where the user sees gradients."""
+        """Copies the averaged gradients of this rank's shard to where the program sees gradients."""
         shard = self.shard(self.grads, self.rank)
         if shard.numel():
             shard.copy_(self.own_grads)
 
     @property
     def is_staged(self) -> bool:
-        """Whether the network reads and writes other memory than the model does, so that values must be copied."""
+        """Whether the network uses staging memory instead of the model's, so that values must be copied."""
         return self.on_gpu or self.kept is not None
 
     def shard(self, vector: torch.Tensor, owner: int) -> torch.Tensor:
@@ -124,14 +124,14 @@ class Bucket:
         return vector.narrow(0, piece.first - self.layout.spans[self.rank][0], piece.count)
 
     def address_of(self, piece: Piece, vector: torch.Tensor) -> int:
-        """Returns the address of a piece's part of such a vector: that costs less than a view of it."""
+        """Returns the address of a piece's part of such a vector, which is cheaper than a view of it."""
         return vector.data_ptr() + (piece.first - self.layout.spans[self.rank][0]) * vector.element_size()
 
     def reattach_parameters(self, *, arriving: bool = False) -> None:
-        """Puts parameters back into the bucket that were only copied, as `model.to("cpu:0")` does on the CPU.
+        """Makes parameters views of the bucket again if they were only copied, as `model.to("cpu:0")` does on the CPU.
 
         Args:
-            arriving: Whether parameters are on their way, so that copies made meanwhile may hold old values.
+            arriving: Whether parameters are still arriving, so that copies made meanwhile may hold old values.
 
         Raises:
             RuntimeError: A parameter has another dtype, device or size, or was copied while parameters were arriving.
@@ -156,10 +156,10 @@ class Bucket:
                 parameter.data = home
 
     def reattach_gradient(self, position: int, view: torch.Tensor, *, keep: bool) -> bool:
-        """Puts a gradient back into the bucket if its memory was replaced. Returns whether it was.
+        """Makes a gradient a view of the bucket again if its memory was replaced. Returns whether it was.
 
         Args:
-            position: Place of the parameter in the bucket.
+            position: Position of the parameter in the bucket.
             view: The gradient that should be a view of `grads`.
             keep: Whether to copy its values into the bucket.
         """
@@ -175,10 +175,10 @@ class Bucket:
                 return True
 
     def collect(self, views: Sequence[torch.Tensor]) -> list[bool]:
-        """Puts all parameters' gradients into the bucket, zeros where one has none. Tells whether each has one.
+        """Copies all parameters' gradients into the bucket, zeros for missing ones. Returns whether each has one.
 
         Args:
-            views: What parameters get as their gradients: views of `grads`, in the bucket's order.
+            views: Tensors that parameters get as gradients: views of `grads`, in the bucket's order.
         """
         given = [parameter.grad for parameter in self.parameters]
         looks = self.device.type == "cpu" and self.dtype in WIRE_DTYPES
@@ -194,17 +194,17 @@ class Bucket:
                 if gradient is view or not (looks and self._is_plain(gradient, count)):
                     if gradient is not view:
                         self.grad_views[position].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-                    copies.append((home, home, count))  # only look at it
+                    copies.append((home, home, count))  # only check it
                 else:
                     copies.append((gradient.data_ptr(), home, count))
                 if gradient is not view:
                     self.parameters[position].grad = view
-        # One call for the whole bucket. It looks for infinities as it copies: a look of its own would read all again.
+        # One call for the whole bucket. It checks for infinities while it copies, so that memory is read only once.
         self.finite = _engine.copy_finite(WIRE_DTYPES[self.dtype], copies) if looks else None
         return [gradient is not None for gradient in given]
 
     def _is_plain(self, gradient: torch.Tensor, count: int) -> bool:
-        """Whether a gradient is nothing but elements in a row, like those of the bucket."""
+        """Whether a gradient is a plain contiguous CPU tensor with the bucket's dtype."""
         return (
             type(gradient) is torch.Tensor
             and gradient.layout == torch.strided
@@ -223,7 +223,7 @@ class Bucket:
     # --- owned parameters ---------------------------------------------------------------------------------------------
 
     def remember(self) -> None:
-        """Copies the owned parameters before a step, into memory that is the same at every step."""
+        """Copies the owned parameters before a step, into memory that every step reuses."""
         if self.previous is None:
             self.previous = torch.empty_like(self.masters)
         self.previous.copy_(self.masters)
@@ -234,28 +234,28 @@ class Bucket:
             self.own.copy_(self.masters)
 
     def follow(self) -> None:
-        """Copies this rank's parameters to the masters where they differ, as the user has changed them there."""
+        """Copies this rank's parameters to the masters where they differ, because the program has changed them."""
         if self.masters is not self.own:
             self.masters.copy_(torch.where(self.masters.to(self.dtype) == self.own, self.masters, self.own.float()))
 
     def adopt(self) -> None:
-        """Takes over loaded parameters: masters keep their extra bits where they round to the same value."""
+        """Adopts loaded parameters: masters keep their extra bits where they round to the same value."""
         self.follow()
         self.refresh_host()
 
-    # --- what does not travel -----------------------------------------------------------------------------------------
+    # --- pruning: elements that are not sent --------------------------------------------------------------------------
 
     def prune(self, kept_E: torch.Tensor) -> None:
-        """Sets all but some elements to zero for good: from now on, only these travel.
+        """Sets all but the kept elements to zero for good: from now on, only these are sent.
 
         Args:
-            kept_E: Whether each element of `flat` is kept. What earlier calls have pruned stays so.
+            kept_E: Whether each element of `flat` is kept. Elements that earlier calls have pruned stay pruned.
         """
         if self.kept is None:
             self.kept = torch.ones(self.layout.elements, dtype=torch.bool, device=self.device)
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
                 part = self.kept[slot.first : slot.first + slot.count].view(parameter.shape)
-                # It holds the mask alone, whose memory later calls write into: a hook must not hold its parameter.
+                # The hook holds only the mask, which later calls update in place: it must not hold its parameter.
                 parameter.register_hook(lambda gradient, part=part: _masked(gradient, part))  # type: ignore[no-untyped-call]
         self.kept &= kept_E.to(self.device)
         with torch.no_grad():
@@ -273,14 +273,14 @@ class Bucket:
 
     @torch.no_grad()
     def clear_pruned(self) -> None:
-        """Sets pruned elements to zero again: some optimizers move them though their gradients are zero."""
+        """Sets pruned elements to zero again: some optimizers change them although their gradients are zero."""
         if self.kept is not None:
             self.flat.masked_fill_(~self.kept, 0.0)
             if self.masters is not self.own:
                 self.masters.masked_fill_(~self.kept.narrow(0, *self._owned), 0.0)
 
     def _lay_out(self) -> None:
-        """Finds where the elements that travel are, in `flat` and in what the network reads and writes."""
+        """Computes the positions of the elements that are sent, in `flat` and in the network's memory."""
         self.spans = self.layout.spans
         """First element and number of elements of each owner's shard in `host_flat`."""
         self.travels = self.layout.elements
@@ -298,11 +298,11 @@ class Bucket:
         self._own_kept_indices = self._kept_indices[first : first + count] - self.layout.spans[self.rank][0]
 
     def kept_indices(self, first: int, count: int) -> torch.Tensor | None:
-        """Returns the places of what travels of a range of `flat`, counted in the range; None if all of it does."""
+        """Returns the positions, within a range of `flat`, of the elements that are sent; None if all are."""
         return None if self.kept is None else torch.nonzero(self.kept.narrow(0, first, count), as_tuple=True)[0]
 
     def _where(self, vector: torch.Tensor) -> torch.Tensor:
-        """Returns the places of what travels in a vector like `flat` or like `masters`."""
+        """Returns the positions of the elements that are sent, in a vector like `flat` or like `masters`."""
         return self._kept_indices if vector.numel() == self.layout.elements else self._own_kept_indices
 
     def release_gradients(self) -> None:
@@ -311,16 +311,16 @@ class Bucket:
         self.step_grads = self.own_grads
         self.grad_views = []
 
-    # --- steps beside a running backward ------------------------------------------------------------------------------
+    # --- steps during a running backward ------------------------------------------------------------------------------
 
     @property
     def uses_copy(self) -> bool:
-        """Whether `flat` is other memory than that which the model computes with."""
+        """Whether `flat` is a copy, and the model computes with other memory."""
         return self._model_flat is not None
 
     @torch.no_grad()
     def switch_to_copy(self) -> None:
-        """Goes on in a copy of the parameters, so that the model's own stay as they are while it computes."""
+        """Switches `flat` to a copy of the parameters, so that the model's own do not change while it computes."""
         if self._model_flat is None:
             if self._copy_flat.shape != self.flat.shape:
                 self._copy_flat = torch.empty_like(self.flat)
@@ -330,7 +330,7 @@ class Bucket:
 
     @torch.no_grad()
     def switch_to_model(self) -> None:
-        """Gives the model the parameters of the copy, and goes on in its memory."""
+        """Copies the parameters back to the model, and switches `flat` to the model's memory."""
         if self._model_flat is not None:
             self._model_flat.copy_(self.flat)
             home, self._model_flat = self._model_flat, None
@@ -348,9 +348,9 @@ class Bucket:
     # --- to and from the network's memory -----------------------------------------------------------------------------
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> list[Event]:
-        """Begins to copy what travels of a vector like `flat` or `masters` to the network's memory.
+        """Begins to copy the sent elements of a vector like `flat` or `masters` to the network's memory.
 
-        The copy is complete when the returned moments have happened.
+        The copy is complete when the returned events have happened.
         """
         if self.kept is not None:
             source = source.index_select(0, self._where(source))
@@ -362,14 +362,14 @@ class Bucket:
         return [event for event in (visit.fetched(),) if event is not None]
 
     def copy_from_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies what came into a vector like `flat` or `masters`; on a GPU after all work on its current stream."""
+        """Copies received values into a vector like `flat` or `masters`; on a GPU, in order on its current stream."""
         if self.kept is None:
             target.copy_(source, non_blocking=True)
         else:
             target.zero_().index_copy_(0, self._where(target), source.to(target, non_blocking=True))
 
     def taken(self, vector: torch.Tensor) -> torch.Tensor:
-        """Returns a copy in main memory of what travels of a vector like `flat` or `masters`."""
+        """Returns a copy in main memory of the sent elements of a vector like `flat` or `masters`."""
         values = vector if self.kept is None else vector.index_select(0, self._where(vector))
         return values.detach().to("cpu", copy=True)
 
@@ -384,12 +384,12 @@ class Bucket:
                 self.flat.index_copy_(0, self._kept_indices[begin:end], values.to(self.device, non_blocking=True))
 
     def refresh_host(self) -> None:
-        """Gives the network's memory the parameters that the model has."""
+        """Copies the model's parameters to the network's memory."""
         if self.is_staged:
             self.host_flat.copy_(self.taken(self.flat))
 
     def _host(self, like: torch.Tensor, travels: int) -> torch.Tensor:
-        """Returns memory for what travels of a vector: the vector itself, unless the network's memory is apart."""
+        """Returns network memory for a vector: the vector itself, unless values are staged."""
         if not self.is_staged:
             return like
         return torch.zeros(travels, dtype=like.dtype, device="cpu", pin_memory=self.on_gpu)

@@ -1,4 +1,4 @@
-"""Applies a policy's function to flat memory, chunk by chunk, as policies see values."""
+"""Applies a policy's function to flat vectors, viewed as rows of chunks."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -8,11 +8,11 @@ from stormtorch.policies.memory import Memory
 from stormtorch.policies.policy import applied
 
 ChunkMemory = Callable[[int, int, int], Memory]
-"""Returns what a policy remembers of some chunks: given the first element, the number of chunks, and their size."""
+"""Returns a policy's memory of some chunks, given the first element, the number of chunks, and their size."""
 
 
 def windows(count: int, per_chunk: int) -> Iterator[tuple[int, int, slice]]:
-    """Cuts a vector into its whole chunks and a shorter last one: first and last element, and the chunks' numbers."""
+    """Splits a vector into its whole chunks and a shorter last one. Yields begin and end element, and chunk numbers."""
     whole = count // per_chunk
     if whole:
         yield 0, whole * per_chunk, slice(0, whole)
@@ -30,10 +30,10 @@ def chunked(
     """Calls a function on the whole chunks of some vectors, and once more on a last chunk that is shorter.
 
     Args:
-        function: Gets each vector as (C, E), then each of the numbers, then the memory; returns (C, E).
+        function: Receives each vector as (C, E), then each of the numbers, then the memory; returns (C, E).
         per_chunk: Elements of a whole chunk.
         vectors: Vectors of equal length.
-        numbers: Numbers for all chunks, or tensors with one for each chunk, which the function gets as (C, 1).
+        numbers: Numbers for all chunks, or tensors with one for each chunk, which the function receives as (C, 1).
         memory: Returns the memory of some chunks; None if the function takes none.
 
     Returns:

@@ -1,6 +1,6 @@
-"""Fingerprints of memory: a few bytes that tell whether parameters or optimizer state are still what they were.
+"""Fingerprints (checksums) of parameters and optimizer state: a few bytes that show whether values have changed.
 
-The version counter of a tensor does not see changes through `.data`, so values are compared, not counters.
+A tensor's version counter misses changes through `.data`, so values are compared instead.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from stormtorch.runtime.memory.shard_state import ShardState
 _ROW = 256
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BITS = 24
-"""Bits of a fingerprint that travels: a float32 holds them exactly."""
+"""Bits of a fingerprint that is sent: a float32 holds them exactly."""
 
 Fingerprint = int | torch.Tensor
-"""Fingerprint of one tensor. On a GPU it stays there, so that taking it does not wait for the GPU."""
+"""Fingerprint of one tensor. A GPU tensor's stays on the GPU, so that taking it does not wait."""
 
 
 def of(values: torch.Tensor) -> Fingerprint:
@@ -33,18 +33,18 @@ def of(values: torch.Tensor) -> Fingerprint:
 
 
 def sums(flat: torch.Tensor) -> torch.Tensor:
-    """Takes the fingerprint of values where they lie: sums over rows and columns of their bits, and the last bits."""
+    """Takes the fingerprint of values on their device: sums over rows and columns of their bits, and the last bits."""
     bits = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     bits = bits.contiguous().view(_INTEGERS[bits.element_size()])
     whole = bits.numel() // _ROW * _ROW
     rows = bits[:whole].view(-1, _ROW)
-    # Rows are weighted, so that values that change places are seen, too.
+    # Rows are weighted, so that swapped values change the fingerprint too.
     weights = 2 * torch.arange(rows.shape[0], device=flat.device) + 1
     return torch.cat([rows.sum(0), (rows.sum(1) * weights).sum().view(1), bits[whole:].long()])
 
 
 def same(one: Sequence[Fingerprint], other: Sequence[Fingerprint]) -> bool:
-    """Whether two lists of fingerprints of equally large tensors are equal."""
+    """Whether two lists of fingerprints, of tensors of equal sizes, are equal."""
     return all(
         torch.equal(left, right)
         if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
@@ -54,7 +54,7 @@ def same(one: Sequence[Fingerprint], other: Sequence[Fingerprint]) -> bool:
 
 
 def number(prints: Sequence[Fingerprint]) -> int:
-    """Folds fingerprints into one number that may travel."""
+    """Folds fingerprints into one number that can be sent."""
     folded = 0
     for each in prints:
         raw = bytes(each.cpu().numpy()) if isinstance(each, torch.Tensor) else each.to_bytes(8, "little")
@@ -63,7 +63,7 @@ def number(prints: Sequence[Fingerprint]) -> int:
 
 
 def of_shard_state(shard_state: ShardState) -> tuple[int, int]:
-    """Returns fingerprints of a shard's values and of the optimizer's state of it, as numbers that may travel."""
+    """Returns fingerprints of a shard's values and of its optimizer state, as numbers that can be sent."""
     return number([of(each) for each in shard_state.masters]), _of_state(shard_state)
 
 
@@ -90,20 +90,20 @@ def _add(prints: list[Fingerprint], value: Any) -> None:
 
 
 class ChangeDetector:
-    """What a shard was when its optimizer had stepped, so that later changes by the program are seen.
+    """Detects changes of a shard by the program since the optimizer's step.
 
-    State is not read: it counts as changed if there are other objects, or other versions of the same tensors.
+    Values are compared by fingerprint. State is not read: it counts as changed if objects or tensor versions differ.
 
     Args:
         buckets: Buckets of this rank, whose shards are its own.
-        holding: The shard.
+        shard_state: The shard.
     """
 
     def __init__(self, buckets: Sequence[Bucket], shard_state: ShardState) -> None:
         self.values = [of(each) for each in shard_state.masters]
         """Fingerprints of the float32 values, by bucket."""
         self._shown = _shown(buckets)
-        # It keeps the objects, so that no other one can take the place of one unnoticed.
+        # It keeps the objects alive, so that a new object cannot reuse the identity of an old one.
         self._contents = _contents(shard_state)
 
     def values_changed(self, buckets: Sequence[Bucket], shard_state: ShardState) -> bool:
@@ -121,7 +121,7 @@ class ChangeDetector:
 
 
 def _shown(buckets: Sequence[Bucket]) -> list[Fingerprint]:
-    """Takes the fingerprints of what the model computes with, where the optimizer has values of more bits."""
+    """Takes the fingerprints of the model's values, for buckets whose optimizer has float32 masters."""
     return [of(each.own) for each in buckets if each.masters is not each.own]
 
 

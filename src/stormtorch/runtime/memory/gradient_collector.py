@@ -1,4 +1,4 @@
-"""Collects gradients: hooks on the parameters fill buckets, and the exchange of each starts as soon as it is full."""
+"""Gradient hooks that fill buckets during backward: a bucket's exchange starts as soon as the bucket is full."""
 
 import contextlib
 import weakref
@@ -36,11 +36,11 @@ class GradientCollector:
         self.wanted: Callable[[], bool] = lambda: True
         """Returns whether the user wants backward to exchange anything."""
         self.reduced = False
-        """Whether the present gradients were exchanged."""
+        """Whether the current gradients were exchanged."""
         self.began: Callable[[], None] = lambda: None
-        """Called when a backward that exchanges gradients brings its first one."""
+        """Called at the first gradient of a backward that exchanges gradients."""
         self.end: Callable[[], None] = self.complete
-        """Called at the end of a backward that has brought gradients."""
+        """Called at the end of a backward that has produced gradients."""
         self._buckets = buckets
         self._start = start
         self._finish = finish
@@ -54,7 +54,7 @@ class GradientCollector:
         self._used: list[list[bool]] = [[False] * len(bucket.parameters) for bucket in buckets]
         self._views: list[list[torch.Tensor]] = []
         self._numbers: list[list[int]] = [[] for _ in buckets]
-        """Number under which torch has the hook that takes a parameter's gradient."""
+        """Torch's id of the hook that collects a parameter's gradient."""
         for bucket in buckets:
             views = [each.data for each in bucket.grad_views]  # no views to torch, so that detach_() works
             if norms is not None:
@@ -67,7 +67,7 @@ class GradientCollector:
                 self._numbers[bucket.index].append(handle.id)
 
         self.visible_gradients = VisibleGradients(buckets, self._views)
-        """What the program sees of averaged gradients, where this rank has those of its shard alone."""
+        """The averaged gradients that the program sees, where this rank has only those of its shard."""
         if norms is not None:
             norms.settle, norms.refresh, norms.averaged = (
                 self.settle,
@@ -105,7 +105,7 @@ class GradientCollector:
         return before, after
 
     def _move_hook_last(self, index: int, position: int) -> None:
-        """Has torch take a parameter's gradient after all hooks of the program, also after those that came later."""
+        """Moves the collecting hook behind all hooks of the program, including those that were registered later."""
         hooks = self._buckets[index].parameters[position]._post_accumulate_grad_hooks
         number = self._numbers[index][position]
         if hooks and number in hooks and next(reversed(hooks)) != number:
@@ -113,11 +113,11 @@ class GradientCollector:
 
     def _expect(self, bucket: Bucket) -> None:
         if self._running and self._started[bucket.index]:
-            # A second gradient in one backward, as when two recomputed parts share a parameter. What is on its way must
-            # not change, so that exchange ends first and the rest follows in another.
+            # A second gradient in one backward, as when two recomputed parts share a parameter. Gradients in flight
+            # must not change, so that exchange completes first and the rest follows in another.
             self.complete()
         if self.reduced:
-            # For all buckets at once: the first parameter to get a gradient may have had none, but later ones had.
+            # For all buckets at once: the first parameter may have had no gradient before, but later ones may have.
             self._set_aside()
 
     def _on_gradient(self, bucket: Bucket, position: int, parameter: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ class GradientCollector:
         self.began()
 
     def _end(self) -> None:
-        # If this is a backward within a backward, as with checkpointing, the outer one may bring what is still awaited.
+        # In a nested backward, as with activation checkpointing, the outer one may still bring the missing gradients.
         within = torch._C._current_autograd_node() is not None
         if self._running and not within:
             self.end()
@@ -163,11 +163,11 @@ class GradientCollector:
             self.complete()
 
     def complete(self) -> None:
-        """Starts the remaining buckets and ends the exchange of gradients, unless that has been done."""
+        """Starts the remaining buckets and completes the exchange of gradients, unless that is done."""
         if self.reduced:
             return
         if not self._running:
-            # This rank has no gradient, but the others wait for its part.
+            # This rank has no gradient, but the other ranks wait for its part.
             for bucket in self._buckets:
                 self._started[bucket.index] = False
         for bucket in self._buckets:
@@ -190,7 +190,7 @@ class GradientCollector:
         self._start(bucket)
 
     def _set_aside(self) -> None:
-        """Sets averaged gradients aside, as backward is about to add to them: only what is new will be exchanged."""
+        """Saves averaged gradients before backward adds to them, so that only new gradients are exchanged."""
         self.reduced = False
         if not self._sharded:
             return  # every rank has the whole mean, and exchanging it again does not change it
@@ -211,7 +211,7 @@ class GradientCollector:
     # --- for the user -----------------------------------------------------------------------------------------------
 
     def settle(self, *, replace: bool = True) -> bool:
-        """Takes what the program has made of averaged gradients. Returns whether it has changed any by itself."""
+        """Applies the program's changes to averaged gradients. Returns whether there were any."""
         return self.reduced and self.visible_gradients.settle(replace=replace)
 
     def present(self, before: Sequence[bool]) -> list[bool]:
@@ -239,27 +239,27 @@ class GradientCollector:
         return self._running and self._started[bucket.index]
 
     def received(self, bucket: Bucket) -> bool:
-        """Whether this backward has brought a gradient for one of a bucket's parameters."""
+        """Whether this backward has produced a gradient for one of a bucket's parameters."""
         return self._running and len(self._awaited[bucket.index]) < len(bucket.parameters)
 
     def repartition(self) -> bool:
-        """Drops averaged gradients of earlier backwards, as shards were cut anew. Returns whether there were any."""
+        """Drops averaged gradients of earlier backwards after a repartition. Returns whether there were any."""
         carried = bool(self._carried)
         self._carried.clear()
         return carried
 
     def show(self, used: Sequence[bool]) -> None:
-        """Gives every parameter that any rank has used a gradient, as it would have in a single process."""
+        """Sets a gradient on every parameter that any rank has used, as in a single process."""
         for bucket in self._buckets:
             for position, slot in enumerate(bucket.layout.slots):
                 if used[slot.parameter] and bucket.parameters[position].grad is None:
                     bucket.parameters[position].grad = self._views[bucket.index][position]
 
     def clear(self, set_to_none: bool) -> None:
-        """Forgets all gradients."""
+        """Clears all gradients."""
         if self._running:
-            # Backward has failed, with some buckets on their way. End the exchange, as the other ranks do, so that the
-            # gradients of the next backward are not taken for the rest of this one.
+            # Backward has failed with some buckets in flight. Complete the exchange, as the other ranks do, so that the
+            # next backward's gradients do not count as the rest of this one.
             self.complete()
         self.reduced = False
         self._carried.clear()
@@ -274,7 +274,7 @@ class GradientCollector:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enters a context in which each rank only adds gradients up; the first backward after it exchanges the sum."""
+        """Enters a context in which ranks only accumulate gradients; the first backward after it exchanges the sum."""
         before, self._allowed = self._allowed, False
         try:
             yield

@@ -1,13 +1,13 @@
-"""Norms of gradients whose shards lie on different ranks.
+"""Gradient norms and clipping over shards of all ranks.
 
-After backward, a rank has the averaged gradient of its own shard only. A parameter's `grad` is then a `ShardedGradient`: a
-tensor like any other, except that `torch.linalg.vector_norm` of it, which `torch.nn.utils.clip_grad_norm_` calls, and
-`norm()` are the norm of the averaged gradient over all ranks. So all ranks must compute it, as all must call
-`clip_grad_norm_`. Other sums and means over elements are this rank's own, which a warning says once; they are known by
-what is computed from a `ShardedGradient`, which stays a `PartialGradient` of one.
+After backward, a rank has the averaged gradient of its own shard only. A parameter's `grad` is then a
+`ShardedGradient`, whose `norm()` and `torch.linalg.vector_norm`, which `torch.nn.utils.clip_grad_norm_` calls, give the
+norm of the averaged gradient over all ranks. Computing it is a collective: all ranks must do it, as all ranks must call
+`clip_grad_norm_`. Other sums and means over elements cover this rank's values only, and a warning says so once. To
+detect them, results computed from a `ShardedGradient` are marked as `PartialGradient`.
 
-Where the optimizer's gradient is in other memory, an operation that changes a `ShardedGradient` in place, as clipping does, is
-repeated there.
+If the optimizer's gradient is in other memory, an operation that changes a `ShardedGradient` in place, as clipping
+does, is repeated there.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _MIXING = """
     linalg_svdvals trace
 """
 _OVER_ELEMENTS = frozenset(_MIXING.split())
-"""Operations whose results mix elements."""
+"""Operations whose results depend on several elements."""
 
 
 class PartialGradient(torch.Tensor):
-    """What a program has computed from gradients: right only for the elements that this rank owns."""
+    """A tensor that the program computed from gradients: correct only for the elements that this rank owns."""
 
     norms_ref: weakref.ref[GradientNorms]
     parameter: int = -1
@@ -100,7 +100,7 @@ class PartialGradient(torch.Tensor):
 
 
 class ShardedGradient(PartialGradient):
-    """A parameter's gradient on this rank: averaged only where the rank owns it, but with the norm of the whole."""
+    """A parameter's gradient: averaged only for the elements that this rank owns, but with the norm over all ranks."""
 
 
 def _in_place(name: str) -> bool:
@@ -108,7 +108,7 @@ def _in_place(name: str) -> bool:
 
 
 def _requested_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """Returns the order of the norm over all elements that is asked for; None if it is something else."""
+    """Returns the order of the requested norm over all elements; None if the call is something else."""
     if func is torch.linalg.vector_norm:
         known, order = "ord", 2.0
     elif func is torch.Tensor.norm or func is torch.norm:
@@ -127,7 +127,7 @@ def _requested_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _mark_result(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Marks what was computed from gradients as parts of them, and has it said where it mixes elements."""
+    """Marks a result of gradients as `PartialGradient`, and warns if the operation mixes elements."""
     part = _first((*args, *kwargs.values()))
     if part is None or torch._C._current_graph_task_id() != -1:
         return result
@@ -178,12 +178,12 @@ class Clip:
     norm_type: float
 
     def factor(self, total: torch.Tensor) -> torch.Tensor:
-        """Returns what gradients of this norm are multiplied by."""
+        """Returns the factor for gradients whose norm is `total`."""
         return (self.max_norm / (total + 1e-6)).clamp(max=1.0)
 
 
 class GradientNorms:
-    """The norms of all parameters' gradients, computed in one exchange of all ranks.
+    """Computes the norms of all parameters' gradients in one exchange of all ranks.
 
     Args:
         group: Ranks that take part.
@@ -208,36 +208,36 @@ class GradientNorms:
         self._served: set[int] = set()
         self._by_parameter: dict[int, list[tuple[Bucket, Piece]]] = {}
         self.refusal: str | None = None
-        """Why norms cannot be computed but by `clip_grad_norm_`, if they cannot."""
+        """Why only `clip_grad_norm_` may compute norms; None if there is no such limit."""
         self.idle = False
-        """Whether the program's gradients are of no step, so that it gets the norms of the last exchange."""
+        """Whether the program's gradients belong to no step, so that it gets the norms of the last exchange."""
         self.clips: list[Clip] = []
-        """What `clip_grad_norm_` has done since this was last emptied; only kept where there is a `refusal`."""
+        """Calls of `clip_grad_norm_` since this was last emptied; only recorded if there is a `refusal`."""
         self.written: Callable[[], None] = lambda: None
         """Called when `clip_grad_norm_` has changed averaged gradients."""
         self._latest: dict[float, torch.Tensor] = {}
         self.clipping = False
         self.writable: Callable[[Bucket], None] = lambda _bucket: None
-        """Called before a bucket's averaged gradients change, as they may be on their way to a standby."""
+        """Called before a bucket's averaged gradients change, because they may be in flight to a standby."""
         self.settle: Callable[..., bool] = lambda **_: False
-        """Takes what the program has made of its gradients."""
+        """Applies the program's changes to its gradients."""
         self.refresh: Callable[[Bucket], None] = lambda _bucket: None
-        """Shows the program what the optimizer's gradients of a bucket have become."""
+        """Shows the program the changed gradients of the optimizer."""
         self.averaged: Callable[[], bool] = lambda: False
         """Returns whether the program sees averaged gradients."""
         self._members: dict[int, nn.Parameter] = {}
         self._warned: set[str] = set()
         self.on_missing: Callable[[Sequence[int]], None] = lambda _ranks: None
-        """Called with the ranks of the transport that were gone before they had told their part of a norm."""
+        """Called with the transport ranks whose part of a norm did not arrive because they are gone."""
 
     def gradient(self, bucket: Bucket, position: int) -> ShardedGradient:
-        """Returns a parameter's gradient as a tensor that asks this object for its norm."""
+        """Returns a parameter's gradient as a tensor that computes its norm with this object."""
         gradient = bucket.grad_views[position].as_subclass(ShardedGradient)
         gradient.norms_ref, gradient.parameter = weakref.ref(self), bucket.layout.slots[position].parameter
         return gradient
 
     def of(self, parameter: int, order: float) -> torch.Tensor:
-        """Returns the norm of one gradient. An exchange computes all norms; asking for one twice makes another."""
+        """Returns the norm of one gradient. One exchange computes all norms; a repeated request starts another."""
         if order != self._order or parameter in self._served:
             self._norms, self._order = list(self._compute(order).unbind()), order
             self._served.clear()
@@ -245,13 +245,13 @@ class GradientNorms:
         return self._norms[parameter]
 
     def forget(self) -> None:
-        """Drops computed norms, as gradients have changed."""
+        """Drops computed norms, because gradients have changed."""
         self._order = math.nan
 
     def knows(self, part: PartialGradient) -> bool:
-        """Whether a tensor is a gradient of which norms are taken over all ranks."""
+        """Whether a tensor is a gradient whose norm is taken over all ranks."""
         if torch._C._current_graph_task_id() != -1:
-            return False  # a hook of the program looks at it in the middle of a backward
+            return False  # called by a hook of the program during backward
         return isinstance(part, ShardedGradient) or (
             part.parameter >= 0 and self._parameter(part.parameter).grad is part
         )
@@ -265,7 +265,7 @@ class GradientNorms:
         return self._members[number]
 
     def warn_mixed(self, what: str) -> None:
-        """Says once that what the program computes is not the same on all ranks."""
+        """Warns once that the program computes a value that differs between ranks."""
         self._warn_once(
             "mixed",
             f"the program computes {what!r} from gradients between backward and step. They are averaged only where "
@@ -275,7 +275,7 @@ class GradientNorms:
         )
 
     def warn_replaced(self) -> None:
-        """Says once that the program has set gradients that it has not computed from the averaged ones."""
+        """Warns once that the program has set gradients that are not computed from the averaged ones."""
         if self.group.size > 1:
             self._warn_once(
                 "set",
@@ -289,7 +289,7 @@ class GradientNorms:
             _log.warning("rank %d: %s", self.group.rank, words)
 
     def scale_own(self, parameters: set[int], factor: torch.Tensor) -> None:
-        """Multiplies this rank's pieces of some parameters' gradients by a factor."""
+        """Multiplies this rank's pieces of the given parameters' gradients by a factor."""
         self.forget()
         if not self.idle:
             self.settle()
@@ -305,7 +305,7 @@ class GradientNorms:
         self.written()
 
     def clip(self, clip: Clip) -> None:
-        """Repeats what `clip_grad_norm_` did in an earlier step, for the gradients of this one."""
+        """Repeats a call of `clip_grad_norm_` from an earlier step on the gradients of this one."""
         norms_P = self._exchange(clip.norm_type)
         total = torch.linalg.vector_norm(norms_P[sorted(clip.parameters)], clip.norm_type)
         self._scale(clip.parameters, clip.factor(total))
@@ -313,9 +313,9 @@ class GradientNorms:
     def change_own(
         self, gradient: PartialGradient, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Repeats an in-place operation on a gradient, alone or in a list, where the optimizer has other memory.
+        """Repeats an in-place operation on a gradient, alone or in a list, on the optimizer's copy in other memory.
 
-        Returns whether it has done so. If not, what the gradient becomes is taken over later.
+        Returns whether it did. If not, the changed gradient is copied to the optimizer later.
         """
         self.forget()
         own_pieces = self._pieces_apart(gradient)
@@ -343,12 +343,12 @@ class GradientNorms:
         return True
 
     def show(self, gradient: PartialGradient) -> None:
-        """Shows the program what an operation has made of the optimizer's copy of a gradient, which has more bits."""
+        """Shows the program the optimizer's copy of a gradient, which has more bits, after an operation on it."""
         for bucket, _ in self._pieces_apart(gradient):
             self.refresh(bucket)
 
     def _pieces_apart(self, gradient: PartialGradient) -> list[tuple[Bucket, Piece]]:
-        """Returns this rank's pieces of a parameter that the optimizer has in other memory than the program."""
+        """Returns this rank's pieces of a parameter, if the optimizer's gradients are in other memory."""
         pieces = self._pieces().get(gradient.parameter, ())
         return [(bucket, piece) for bucket, piece in pieces if bucket.step_grads is bucket.own_grads]
 
@@ -361,7 +361,7 @@ class GradientNorms:
         return self._by_parameter
 
     def begin_view(self, group: Group) -> None:
-        """Goes on with other ranks, after shards were cut anew."""
+        """Continues with other ranks, after shards were repartitioned."""
         self.group = group
         self._by_parameter.clear()
         self.forget()
@@ -410,12 +410,11 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clips the gradients of a prepared model by their norm over all ranks' shards, the same on every rank.
 
-    `torch.nn.utils.clip_grad_norm_` gives the same result; this function touches only what the rank owns. Every rank
-    must call it. It leaves gradients of anything but a prepared model under an owner policy, as `BoundedDrift`, to
-    torch's.
+    `torch.nn.utils.clip_grad_norm_` gives the same result, but this function only scales this rank's shard. Every rank
+    must call it. Outside a prepared model under an owner policy, such as `BoundedDrift`, it calls torch's function.
 
-    Personal parameters are clipped apart, by the norm of this rank's own gradients of them: ranks that scaled what they
-    share by different factors would pull it in different directions. Torch's function does not know of that.
+    Personal parameters are clipped separately, by the norm of this rank's own gradients: otherwise ranks would scale
+    the shared gradients by different factors. Torch's function does not make this distinction.
 
     Args:
         parameters: Parameters whose gradients to clip.
@@ -425,7 +424,7 @@ def clip_grad_norm_(
         foreach: Passed on to torch.
 
     Returns:
-        The norm before clipping; that of the shared parameters, unless all are personal.
+        The norm before clipping, of the shared parameters; of the personal ones if all are personal.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     personal = [each for each in given if is_personal(each)]

@@ -1,4 +1,4 @@
-"""The layout of flat buckets: where parameters lie, and which rank owns what. Numbers only, no tensors."""
+"""Bucket layout and partition of parameters into shards: offsets and owners. Numbers only, no tensors."""
 
 import heapq
 import itertools
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from stormtorch.collectives.base.spans import shards
 
-# Every parameter begins at a multiple of this, as a tensor of its own would.
+# Every parameter begins at a multiple of this, as a separate tensor would.
 _ALIGNMENT_BYTES = 64
 SHARE_UNITS = 1 << 12
-"""Parts in which shares of different sizes are counted, so that all ranks cut alike."""
+"""Units of all shares together. Shares are integers, so that all ranks compute the same partition."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter's place in its bucket."""
+    """Offset and size of a parameter in its bucket."""
 
     parameter: int
     first: int
@@ -24,7 +24,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one parameter that one owner has."""
+    """The part of one parameter in one owner's shard."""
 
     parameter: int
     offset: int
@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of one bucket: a vector that is divided into parameters, and also into shards."""
+    """The layout of one bucket: a flat vector, divided into parameters and, independently, into shards."""
 
     elements: int
     slots: tuple[Slot, ...]
@@ -63,16 +63,16 @@ def repartition(
     first_owner: int = 0,
     parts: Sequence[int] | None = None,
 ) -> Layout:
-    """Returns a layout with the same places of parameters, cut into shards for other owners.
+    """Returns a layout with the same parameter offsets, partitioned for other owners.
 
     Args:
-        layout: The layout as it is.
+        layout: The current layout.
         element_bytes: Bytes per element.
-        owners: Number of shards from now on.
-        whole: Whether shards must not cut through parameters.
-        first_owner: Owner of the first shard where shards are whole parameters. Buckets with few parameters should differ in
-            it, so that not all of them belong to the same owner.
-        parts: Share of each owner, in parts of `SHARE_UNITS`; None gives all the same.
+        owners: Number of shards of the new layout.
+        whole: Whether shards must not split parameters.
+        first_owner: Owner of the first shard if shards are whole parameters. It should differ between buckets with few
+            parameters, so that they do not all belong to the same owner.
+        parts: Share of each owner, in units of 1/`SHARE_UNITS`; None for equal shares.
     """
     if not whole:
         if parts is None:
@@ -96,21 +96,21 @@ def repartition(
 
 
 def _spans_by_share(elements: int, align: int, parts: Sequence[int]) -> list[tuple[int, int]]:
-    """Cuts a vector into shards of given sizes, at multiples of `align`. Some may be empty."""
+    """Partitions a vector into shards of the given shares, at multiples of `align`. Some may be empty."""
     units = -(-elements // align)
     ends = [min(round(units * sum(parts[: place + 1]) / SHARE_UNITS) * align, elements) for place in range(len(parts))]
     return [(begin, end - begin) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def plan(counts: Sequence[int], element_bytes: int, bucket_bytes: float, owners: int, *, whole: bool) -> list[Layout]:
-    """Plans the buckets for parameters of one dtype and device, the last parameter first: its gradient comes first.
+    """Plans the buckets for parameters of one dtype and device, the last parameter first: its gradient is ready first.
 
     Args:
         counts: Number of elements of each parameter.
         element_bytes: Bytes per element.
         bucket_bytes: Size at which a bucket is full.
         owners: Number of shards per bucket.
-        whole: Whether shards must not cut through parameters.
+        whole: Whether shards must not split parameters.
     """
     loads = [(0, owner) for owner in range(owners)]
     layouts = []
@@ -134,7 +134,7 @@ def _by_elements(bucket: list[int], counts: Sequence[int], element_bytes: int, l
 def _by_parameters(
     bucket: list[int], counts: Sequence[int], element_bytes: int, loads: list[tuple[int, int]]
 ) -> Layout:
-    """Gives each parameter, the largest first, to the owner that has the fewest elements so far over all buckets."""
+    """Assigns each parameter, the largest first, to the owner with the fewest elements so far over all buckets."""
     owned: list[list[int]] = [[] for _ in loads]
     for parameter in sorted(bucket, key=lambda each: -counts[each]):
         load, owner = heapq.heappop(loads)

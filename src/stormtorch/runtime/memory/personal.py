@@ -1,4 +1,4 @@
-"""Personal parts of a model: parameters and buffers that each rank keeps to itself, such as those of a head."""
+"""Personal parts of a model: parameters and buffers that are never exchanged, such as each rank's own head."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stormtorch.policies.personal_parts import check_parts
 
-# By identity and weakly: a parameter that is gone must not make another one personal that has its address.
+# By identity and weakly: a new parameter at the address of a dead personal one must not become personal.
 _parameters: Any = WeakIdKeyDictionary()
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def declare(model: nn.Module, parts: Sequence[nn.Module | nn.Parameter], *, again: bool) -> None:
-    """Makes parts of a model personal, with all that is within them.
+    """Makes parts of a model personal, with everything inside them.
 
     Args:
         model: The user's model.
         parts: Modules and parameters of it.
-        again: Whether the model is prepared already, so that all its parts have travelled that were not personal.
+        again: Whether the model is prepared already, so that all parts that were not personal have been sent.
 
     Raises:
         TypeError: A part is neither a module nor a parameter.
-        ValueError: A part is not the model's, or comes too late.
+        ValueError: A part is not the model's, or was declared too late.
     """
     check_parts(model, parts)
     for place, part in enumerate(parts):
         if again and not is_personal(part):
             raise ValueError(
-                f"personal[{place}] comes too late, as it has travelled already: name all personal parts of a model in "
+                f"personal[{place}] comes too late, as it has been sent already: name all personal parts of a model in "
                 "its first prepare()"
             )
         if isinstance(part, nn.Module):
@@ -58,7 +58,7 @@ def personal_buffers(model: nn.Module) -> frozenset[str]:
 
 
 def shared(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Goes through all parameters and buffers that are not personal."""
+    """Yields all parameters and buffers that are not personal."""
     yield from (each for each in model.parameters() if each not in _parameters)
     personal = personal_buffers(model)
     yield from (each for name, each in model.named_buffers() if name not in personal)

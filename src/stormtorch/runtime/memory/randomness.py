@@ -1,4 +1,4 @@
-"""Random numbers of a shard's step: owner and standby draw the same, and the program's generators stay as they are."""
+"""Random seeds of a shard's step: owner and standby draw the same numbers and keep the program's generators intact."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 _BITS = 24
-"""Bits of a seed: a float32, as which it travels, holds them exactly."""
+"""Bits of a seed, which is sent as a float32 and must be exact in it."""
 
 
 class Randomness:
@@ -24,17 +24,17 @@ class Randomness:
         self._kept: list[torch.Tensor] = []
         self._seeded: list[torch.Tensor] = []
         self.needed = True
-        """Whether the optimizer has drawn numbers in the last step that was looked at."""
+        """Whether the optimizer has drawn random numbers in the last step that was checked."""
 
     def fresh_seed(self, step: int) -> int:
-        """Returns a seed that follows from the program's random state, without drawing from it; 0 if none is needed."""
+        """Derives a seed from the program's random state without drawing from it; 0 if none is needed."""
         if not self.needed:
             return 0
         state = torch.default_generator.get_state().numpy().tobytes()
         return zlib.crc32(step.to_bytes(8, "little"), zlib.crc32(state)) & ((1 << _BITS) - 1) | 1
 
     def begin(self, seed: int) -> None:
-        """Sets the program's random state aside, and seeds the generators for a step; does nothing if the seed is 0."""
+        """Saves the program's random state, and seeds the generators for a step; does nothing if the seed is 0."""
         self.end()  # in case the last step has raised an error
         if seed:
             self._kept = [each.get_state() for each in self._generators]
@@ -43,10 +43,10 @@ class Randomness:
             self._seeded = [each.get_state() for each in self._generators]
 
     def end(self, *, look: bool = False) -> None:
-        """Gives the program its random state back.
+        """Restores the program's random state.
 
         Args:
-            look: Whether to look if the optimizer has drawn numbers.
+            look: Whether to check if the optimizer has drawn random numbers.
         """
         if look and self._kept:
             now = [each.get_state() for each in self._generators]

@@ -1,9 +1,9 @@
-"""The loss scale of `torch.amp.GradScaler`: it belongs to the round, so that gradients of one scale alone are averaged.
+"""Loss scale of `torch.amp.GradScaler`, agreed per round, so that only gradients of the same scale are averaged.
 
-A rank that comes in, or was away, gives its gradients the scale of the others before they leave, and its scaler takes
-the scale and the growth counter. If its gradients are left out, its program may be at a step with a scaler where the
-others are at one without, or the reverse: it gets the averaged ones in the scale that it expects. Ranks whose scales
-differ all the same, as a program has set one of them, leave the step out and go on with the smallest.
+A rank that joins, or was excluded, rescales its gradients to the other ranks' scale before it sends them, and its
+scaler adopts their scale and growth counter. If its gradients are left out, its program may be at a step with a scaler
+while the other ranks are at one without, or the reverse: it gets the averaged gradients in the scale that it expects.
+If scales still differ, as when a program has set one of them, all ranks skip the step and continue with the smallest.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ MOST_GROWTH = 1 << 24
 
 
 class Scale(NamedTuple):
-    """The scale of a rank's gradients, as ranks tell each other."""
+    """The scale of a rank's gradients, as ranks report it."""
 
     scale: float = -1.0
-    """0 if the loss was scaled by no scaler; negative if there was no backward to tell by."""
+    """0 if no scaler scaled the loss; negative if unknown because there was no backward."""
     growth: float = 0.0
-    """Steps since the scale has grown or shrunk."""
+    """Steps since the scale last grew or shrank."""
 
 
 UNKNOWN = Scale()
 
 
 class _Scaled(NamedTuple):
-    """A loss that a scaler has scaled, whose backward runs."""
+    """A running backward of a loss that a scaler has scaled."""
 
     task: int
     scaler: weakref.ref[torch.amp.GradScaler]
     scale: torch.Tensor
 
 
-# By thread: ranks that are threads of one process have backwards of their own.
+# By thread: ranks that are threads of one process run separate backwards.
 _running: dict[int, _Scaled] = {}
 
 
 def watch_scalers() -> None:
-    """Notes from now on which scaler has scaled the loss of a backward: torch does not tell."""
+    """Patches `GradScaler` to record which scaler scaled the loss of a backward: torch does not report it."""
     plain = torch.amp.GradScaler.scale
     if hasattr(plain, "__wrapped__"):
         return
@@ -69,7 +69,7 @@ def watch_scalers() -> None:
     def unscale_(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         session = vars(optimizer).get("session")
         if session is not None:
-            session.settle_gradients()  # it changes those of the optimizer, and the program may have changed its own
+            session.settle_gradients()  # it changes the optimizer's gradients; the program may have changed the model's
         plain_unscale(self, optimizer)
 
     torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
@@ -107,28 +107,28 @@ class LossScale:
     def __init__(self) -> None:
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self._used_scale: torch.Tensor | None = None
-        """Scale that the gradients of this backward have been computed with; None if none has come."""
+        """Scale with which the gradients of this backward were computed; None if there are none."""
         self._bare = False
-        """Whether gradients have come of a loss that no scaler has scaled."""
+        """Whether this backward's loss was scaled by no scaler."""
         self._incoming_scale: Scale | None = None
-        """What the others have, and this rank's scaler does not yet."""
+        """Scale of the other ranks that this rank's scaler has not adopted yet."""
         self._wanted: float | None = None
-        """Scale that this rank's gradients get before they leave; None leaves them as they are."""
+        """Scale to which this rank rescales its gradients before it sends them; None leaves them as they are."""
         self._at: dict[int, float] = {}
-        """Scale of the gradients of each bucket that got another one."""
+        """Scale of each rescaled bucket's gradients."""
         self._left_out = False
         self.shown = 1.0
-        """What this rank's program must find the averaged gradients multiplied by."""
+        """Factor on the averaged gradients that this rank's program expects."""
 
     # --- views --------------------------------------------------------------------------------------------------------
 
     def reported(self) -> str:
-        """Returns what this rank tells newcomers; nothing if it knows of no scale."""
+        """Returns the scale that this rank reports to joining ranks; empty if it has none."""
         state = self._state()
         return "" if state is None else f"{state.scale!r} {state.growth!r}"
 
     def joined(self, reported: str) -> None:
-        """Takes the scale of the others, as this rank has just come in or was away."""
+        """Takes the other ranks' scale, because this rank has just joined or was excluded."""
         try:
             scale, growth = map(float, reported.split())
         except ValueError:
@@ -139,7 +139,7 @@ class LossScale:
     # --- a backward and its round -------------------------------------------------------------------------------------
 
     def begins(self) -> None:
-        """Called when a backward brings its first gradient."""
+        """Called at the first gradient of a backward."""
         found = _current()
         self._bare = found is None
         self._at.clear()
@@ -149,11 +149,11 @@ class LossScale:
             self._scaler, self._used_scale = found.scaler, found.scale
 
     def left_out(self) -> None:
-        """Called when this rank's gradients become zeros, which have every scale."""
+        """Called when this rank's gradients become zeros, which fit every scale."""
         self._left_out = True
 
     def fit(self, bucket: Bucket) -> None:
-        """Gives the gradients of a bucket the scale of the others, before they leave."""
+        """Rescales a bucket's gradients to the other ranks' scale, before they are sent."""
         if self._incoming_scale is not None or self._wanted is not None:
             self._fit(bucket)
 
@@ -171,12 +171,12 @@ class LossScale:
         self._at[bucket.index] = self._wanted
 
     def report(self, buckets: Iterable[Bucket]) -> Scale:
-        """Returns what this rank reports of its gradients."""
+        """Returns the scale that this rank reports for its gradients."""
         state = self._state()
         if self._left_out:
             return UNKNOWN
         if self._bare:
-            # Zeros have every scale: ranks without data send some.
+            # Zeros fit every scale: ranks without data send them.
             return Scale(0.0) if any(bool(bucket.grads.any()) for bucket in buckets) else UNKNOWN
         if state is None or self._incoming_scale is not None:
             return UNKNOWN if self._incoming_scale is None else self._incoming_scale
@@ -185,16 +185,16 @@ class LossScale:
         return Scale(float(self._used_scale) if self._wanted is None else self._wanted, state.growth)
 
     def agree(self, scales: Mapping[int, Scale]) -> str:
-        """Has all ranks go on with one scale.
+        """Agrees on one scale for all ranks.
 
         Args:
-            scales: What each rank has reported, by its number in messages.
+            scales: Reported scale of each rank, by rank label.
 
         Returns:
-            Why the gradients of this round must not be used, in words; nothing if they may.
+            Why the gradients of this round must not be used; empty if they may be.
 
         Raises:
-            ValueError: Some ranks scale their loss, and others do not.
+            ValueError: Some ranks scale their loss and others do not.
         """
         left_out, bare_here = self._left_out, self._bare or self._used_scale is None
         self._used_scale = self._wanted = None
@@ -225,7 +225,7 @@ class LossScale:
         if not differ:
             return ""
         which = ", ".join(f"{each.scale:g} on rank {rank}" for rank, each in sorted(known.items()))
-        return f"this step is left out, as its gradients have different loss scales: {which}; all go on from the least"
+        return f"this step is skipped: its gradients have different loss scales: {which}; all go on from the least"
 
     def _state(self) -> Scale | None:
         scaler = self._scaler() if self._scaler is not None else None

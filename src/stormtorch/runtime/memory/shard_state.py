@@ -1,7 +1,7 @@
-"""What a rank holds of the optimizer for one shard: float32 values, and the state of each piece.
+"""State of one optimizer shard: float32 master values, and the optimizer state of each piece.
 
-The owner of a shard has one, and so has its standby. When ranks come or go, shards are cut anew, and parts of holdings
-travel as records: the values and the state of some elements of one parameter.
+A shard's owner and its standby each have one. When ranks join or leave, shards are repartitioned, and ranges of a shard
+state are sent as records: the values and the state of some elements of one parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 
 class ShardRecord(NamedTuple):
-    """Some elements of one parameter: their float32 values and the optimizer's state of them."""
+    """A range of one parameter's elements: their float32 values and their optimizer state."""
 
     parameter: int
     offset: int
@@ -29,8 +29,8 @@ class ShardRecord(NamedTuple):
     state: State
 
     def packed(self) -> tuple[int, int, int, torch.Tensor, State]:
-        """Returns it in main memory, as it travels."""
-        # Copied: of a part of a tensor, torch would save the whole.
+        """Returns the record in main memory, ready to send."""
+        # Copied, because torch would serialise the whole storage of a view.
         state = {
             name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
             for name, value in self.state.items()
@@ -43,7 +43,7 @@ class ShardState:
     """One shard of all buckets."""
 
     shard: int
-    """Number of the shard, which is the place of its owner among the members."""
+    """Number of the shard, which is the position of its owner among the members."""
     layouts: Sequence[Layout]
     masters: list[torch.Tensor]
     """Float32 values of the shard, by bucket."""
@@ -51,13 +51,13 @@ class ShardState:
     """Returns the optimizer's state of a piece, given its bucket."""
 
     def partition(self, bucket: int, first: int, count: int, *, whole: bool) -> list[ShardRecord]:
-        """Returns what it holds of a range of a bucket.
+        """Returns records of the part of a bucket's range that lies in this shard.
 
         Args:
             bucket: Number of the bucket.
             first: First element of the range, counted in the bucket.
             count: Number of elements.
-            whole: Whether pieces are whole parameters, so that the range ends at their borders.
+            whole: Whether pieces are whole parameters, so that the range ends at parameter boundaries.
         """
         begin, _ = self.layouts[bucket].spans[self.shard]
         records = []
@@ -83,15 +83,15 @@ class ShardState:
 
 
 def clear_pruned(state: State, kept_E: torch.Tensor) -> None:
-    """Sets the state of pruned elements to zero, in place, of a piece or of a whole parameter."""
+    """Sets the state of a piece's or parameter's pruned elements to zero, in place."""
     for value in state.values():
-        # A number of dimension 0, such as the count of steps, belongs to no element.
+        # A zero-dimensional value, such as the step count, belongs to no element.
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() == kept_E.numel():
             value.masked_fill_(~kept_E.view(value.shape), 0.0)
 
 
 def _slice_state(state: State, count: int, offset: int, length: int) -> State:
-    """Returns the part of a piece's state that belongs to some of its elements."""
+    """Returns the part of a piece's state that belongs to a range of its elements."""
     return {
         name: value[offset : offset + length] if _by_element(name, value, count) else value
         for name, value in state.items()
@@ -111,18 +111,18 @@ def assemble(
     device: torch.device,
     counters: torch.device,
 ) -> State:
-    """Writes the values of a piece, and returns its state, from records that overlap it.
+    """Assembles a piece from records that overlap it: writes its values and returns its state.
 
-    A piece of which a part has lost its state has none: zeros beside a large number of steps would make Adam's next
-    updates several times too large.
+    If a part of the piece has lost its state, the result is empty: zeros next to a large step count would make Adam's
+    next updates several times too large.
 
     Args:
         piece: The piece.
-        records: Records, perhaps of other parameters too.
+        records: Records, which may include other parameters.
         values: Memory for the float32 values of the piece.
-        whole: Whether pieces are whole parameters, so that one record has all of it.
+        whole: Whether pieces are whole parameters, so that one record covers the piece.
         device: Device of the state.
-        counters: Device of single numbers of the state, such as the number of steps.
+        counters: Device of zero-dimensional values of the state, such as the step count.
     """
     state: State = {}
     complete = True
@@ -157,7 +157,7 @@ def _copied(value: Any, device: torch.device, counters: torch.device) -> Any:
 def build(
     shard: int, layouts: Sequence[Layout], records: Sequence[ShardRecord], buckets: Sequence[Bucket], *, whole: bool
 ) -> tuple[list[torch.Tensor], dict[tuple[int, Piece], State]]:
-    """Returns the float32 values of a shard and the state of its pieces, from records of it."""
+    """Builds a shard's float32 values, by bucket, and the state of its pieces, from records."""
     by_parameter: dict[int, list[ShardRecord]] = {}
     on_device = False
     for record in records:

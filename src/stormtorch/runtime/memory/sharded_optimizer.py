@@ -1,4 +1,4 @@
-"""Makes the user's optimizer work on this rank's shard, and converts its state from and to torch's usual format."""
+"""Sharded optimizer (ZeRO): runs the user's optimizer on this rank's shard, and converts state from and to torch's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stormtorch.runtime.memory.shard_state import ShardState, State
 from stormtorch.runtime.memory.sharded_optimizer_state import ShardedOptimizerState
 
 MASTER = "master"
-"""Key in the optimizer's state of the float32 values of a parameter that has fewer bits."""
+"""Key in the optimizer's state of the float32 master values of a bfloat16 or float16 parameter."""
 _BY_ELEMENTS = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
     *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD),
@@ -27,7 +27,7 @@ _BY_ELEMENTS = (
 
 
 def owns_whole(optimizer: torch.optim.Optimizer, ownership: str) -> bool:
-    """Whether shards must not cut through parameters.
+    """Whether shards must not split parameters.
 
     Raises:
         ValueError: The optimizer cannot work on shards at all.
@@ -38,7 +38,7 @@ def owns_whole(optimizer: torch.optim.Optimizer, ownership: str) -> bool:
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
-            "SparseAdam needs sparse gradients, which do not travel here: use Adam, and Embedding(sparse=False)"
+            "SparseAdam needs sparse gradients, which are not supported: use Adam, and Embedding(sparse=False)"
         )
     if ownership != "auto":
         return ownership == "parameters"
@@ -46,14 +46,14 @@ def owns_whole(optimizer: torch.optim.Optimizer, ownership: str) -> bool:
 
 
 class ShardedOptimizer:
-    """The pieces of parameters that the optimizer works on at this rank. Each piece has a stand-in for the parameter.
+    """The pieces of parameters that this rank's optimizer updates. Each piece is a local parameter of the optimizer.
 
     Args:
-        optimizer: The user's optimizer. From now on its parameter groups hold stand-ins.
+        optimizer: The user's optimizer. Its parameter groups now hold local parameters.
         parameters: All of its parameters, by number, in the order of its groups.
-        buckets: Buckets that hold the parameters that are trained.
+        buckets: Buckets that hold the trained parameters.
         whole: Whether pieces are whole parameters, with their shape.
-        personal: Those of the parameters that are this rank's own. They stay in their groups as they are.
+        personal: The personal parameters among them, which stay in their groups unchanged.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class ShardedOptimizer:
         self._buckets = buckets
         self._whole = whole
         self.pieces: list[tuple[Bucket, Piece, nn.Parameter]] = []
-        # GradScaler looks whether all gradients are finite. A rank that owns none must know it too, so that all ranks
-        # skip the same steps: it learns it from this parameter's gradient, which no step ever uses.
+        # GradScaler checks whether all gradients are finite. A rank with an empty shard must skip the same steps: it
+        # finds the result in this parameter's gradient, which no step ever uses.
         self._finite_probe = nn.Parameter(torch.zeros(1, 1, device=buckets[0].device))
         self._stepping = False
         self._versions: list[int] = []
@@ -87,7 +87,7 @@ class ShardedOptimizer:
             return self._slice_loaded(before.get(parameters[piece.parameter], {}), piece)
 
         self.state_at_start: Callable[[Piece], State] = state_at_start
-        """Returns the state that the optimizer had of a piece, owned by whomever, before it was prepared."""
+        """Returns the optimizer's state of any rank's piece, as it was before `prepare`."""
         self.repartition(lambda _bucket, piece: state_at_start(piece))
         found = weakref.ref(self)
 
@@ -99,7 +99,7 @@ class ShardedOptimizer:
         optimizer.register_load_state_dict_post_hook(loaded)
 
     def repartition(self, state_of: Callable[[int, Piece], State]) -> None:
-        """Makes the optimizer work on the pieces that this rank's buckets have now.
+        """Makes the optimizer work on the current pieces of this rank's buckets.
 
         Args:
             state_of: Returns the optimizer's state of a piece, given its bucket.
@@ -118,7 +118,7 @@ class ShardedOptimizer:
         own = {id(each) for each in self._personal.values()}
         for key in kept:
             if isinstance(key, torch.Tensor) and id(key) not in own:
-                del self._optimizer.state[key]  # numbers that the optimizer keeps beside them stay
+                del self._optimizer.state[key]  # entries whose key is no parameter stay
         self.guard_state()
         self._optimizer.state.update(state)
         for group, members in zip(self._optimizer.param_groups, self.groups, strict=True):
@@ -126,7 +126,7 @@ class ShardedOptimizer:
         self._optimizer.param_groups[0]["params"].append(self._finite_probe)
 
     def guard_state(self) -> None:
-        """Has the optimizer's state know the model's parameters, for which programs look in it."""
+        """Makes `optimizer.state` a `ShardedOptimizerState`, because programs index it by the model's parameters."""
         if not isinstance(self._optimizer.state, ShardedOptimizerState):
             states = ShardedOptimizerState(self._split_numbers, self._local_params_of)
             states.update(self._optimizer.state)
@@ -144,7 +144,7 @@ class ShardedOptimizer:
 
     @contextlib.contextmanager
     def without_personal(self) -> Iterator[None]:
-        """Enters a context in which the optimizer has this rank's pieces alone, and no personal parameter."""
+        """Enters a context in which the optimizer has only this rank's pieces and no personal parameters."""
         own = {id(each) for each in self._personal.values()}
         groups = list(self._optimizer.param_groups) if own else []
         all_of = [group["params"] for group in groups]
@@ -157,12 +157,12 @@ class ShardedOptimizer:
                 group["params"] = params
 
     def rebind_memory(self) -> None:
-        """Has stand-ins share the memory that the masters of their buckets are in now."""
+        """Makes local parameters share the current memory of their buckets' masters."""
         for bucket, piece, local_param in self.pieces:
             local_param.data = bucket.within_own(piece, bucket.masters).view(local_param.shape)
 
     def shard_state(self) -> ShardState:
-        """Returns what this rank holds as the owner of its shard. It stays valid until the optimizer's next step."""
+        """Returns the state of this rank's shard. It stays valid until the optimizer's next step."""
         states = {
             (bucket.index, piece): dict(self._optimizer.state.get(local_param, {}))
             for bucket, piece, local_param in self.pieces
@@ -174,7 +174,7 @@ class ShardedOptimizer:
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def assign_gradients(self, used: Sequence[bool] | torch.Tensor, *, finite: bool) -> None:
-        """Gives a gradient to the stand-in of every piece whose parameter was used on any rank; removes it otherwise.
+        """Sets the gradient of every local parameter that any rank has used, and removes it from the others.
 
         Args:
             used: Whether each parameter was used on any rank.
@@ -195,7 +195,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def settle_gradients(self, before: Sequence[bool], used: Sequence[bool]) -> None:
-        """Takes what the program has made of its gradients, and of those of stand-ins.
+        """Applies the program's changes to its gradients, and to those of local parameters.
 
         Args:
             before: Whether each parameter had a gradient when backward had ended.
@@ -214,10 +214,10 @@ class ShardedOptimizer:
                 local_param.grad = home.view(local_param.shape)
 
     def begin_step(self) -> None:
-        """Called before the optimizer looks for gradients."""
+        """Called before the optimizer reads gradients."""
         self.guard_state()
         self._finite_probe.grad = None
-        # Some optimizers read the gradient of every parameter; but none expects a first group without any.
+        # Some optimizers read the gradient of every parameter, so hide the probe; but keep the first group non-empty.
         shown = self._optimizer.param_groups[0]["params"]
         if len(shown) > 1 and shown[-1] is self._finite_probe:
             shown.pop()
@@ -226,7 +226,7 @@ class ShardedOptimizer:
 
     @property
     def settled(self) -> bool:
-        """Whether pieces have the values of the last complete step, as they do also while a closure runs."""
+        """Whether pieces have the values of the last complete step, also while a closure runs."""
         return not self._stepping or self._now() == self._versions
 
     def _now(self) -> list[int]:
@@ -250,7 +250,7 @@ class ShardedOptimizer:
     def gather(self, local: dict[str, Any], group: Group) -> dict[str, Any]:
         """Gathers the state dict of the whole optimizer from the local one of every rank. All ranks must call it.
 
-        Of personal parameters it has this rank's own state.
+        For personal parameters it has this rank's own state.
         """
         order = self._order()
         own: list[tuple[int, int, int, dict[str, Any]]] = []
@@ -273,18 +273,18 @@ class ShardedOptimizer:
         }
 
     def personal_state(self, local: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Returns the state of each personal parameter that has one, by number, from this rank's local state dict."""
+        """Returns the state of each personal parameter that has any, by number, from this rank's local state dict."""
         order = self._order()
         found = {number: local["state"].get(order[id(each)]) for number, each in self._personal.items()}
         return {number: dict(state) for number, state in found.items() if state}
 
     def _order(self) -> dict[int, int]:
-        """Returns the place of each parameter of the optimizer in its local state dict, by identity."""
+        """Returns the index of each parameter of the optimizer in its local state dict, by identity."""
         local_params = [local_param for each in self._optimizer.param_groups for local_param in each["params"]]
         return {id(local_param): index for index, local_param in enumerate(local_params)}
 
     def scatter(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """Returns this rank's part of a state dict of the whole optimizer, and loads float32 values of parameters."""
+        """Returns this rank's part of a state dict of the whole optimizer, and loads its float32 master values."""
         groups = whole["param_groups"]
         if [len(each["params"]) for each in groups] != [len(members) for members in self.groups]:
             raise ValueError("the state dict has other parameter groups than the optimizer")
@@ -325,7 +325,7 @@ class ShardedOptimizer:
         }
 
     def state_slice(self, whole: dict[str, Any], piece: Piece) -> State:
-        """Returns the part of a state dict of the whole optimizer that belongs to a piece, owned by whomever."""
+        """Returns the part of a state dict of the whole optimizer that belongs to any rank's piece."""
         numbers = [number for members in self.groups for number in members]
         saved = [each for group in whole["param_groups"] for each in group["params"]]
         return self._slice_state(whole["state"].get(dict(zip(numbers, saved, strict=True))[piece.parameter], {}), piece)
@@ -344,10 +344,10 @@ class ShardedOptimizer:
         return sliced
 
     def _slice_loaded(self, state: State, piece: Piece) -> State:
-        """Returns a piece's part of a state that a program gives.
+        """Returns a piece's part of a state that the program has set or loaded.
 
-        Where parameters have fewer bits than the optimizer's, state of a parameter's shape becomes float32, as if the
-        optimizer had begun with the float32 values. Otherwise its type is the optimizer's own choice.
+        For bfloat16 and float16 parameters, state of the parameter's shape becomes float32, as if the optimizer had
+        begun with the float32 masters. Otherwise its type is the optimizer's choice.
         """
         sliced, shape = (
             self._slice_state(state, piece),

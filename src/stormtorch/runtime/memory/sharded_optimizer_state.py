@@ -1,4 +1,4 @@
-"""`optimizer.state` of a prepared optimizer, in which programs look for the model's parameters and not for pieces."""
+"""`optimizer.state` of a prepared optimizer: keyed by local pieces, but programs index it by model parameters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _NONE: Any = object()
 
 
 class ShardedOptimizerState(defaultdict[Any, Any]):
-    """The optimizer's state by stand-in. Setting or removing that of a parameter is done for this rank's pieces of it.
+    """Optimizer state by local parameter. Setting or deleting a model parameter's state does so for its local pieces.
 
     Args:
-        numbers: Numbers of the parameters that have been cut into pieces, by identity.
-        local_params: Returns this rank's stand-ins of a parameter, each with what cuts its part out of a state.
+        numbers: Numbers of the parameters that are split into pieces, by identity.
+        local_params: Returns this rank's local parameters of a parameter, each with a function that slices its part
+            out of a state.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ShardedOptimizerState(defaultdict[Any, Any]):
             super().__delitem__(key)
 
     def __bool__(self) -> bool:
-        return True  # torch.distributed.checkpoint makes a step where there is none, to have some
+        return True  # torch.distributed.checkpoint steps an optimizer without state, to create some
 
     def __contains__(self, key: Any) -> bool:
         number = self._numbers.get(id(key))
@@ -68,13 +69,13 @@ class ShardedOptimizerState(defaultdict[Any, Any]):
         )
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Returns the state of a stand-in, or what the optimizer keeps besides."""
+        """Returns the state of a local parameter, or of a key that is no parameter."""
         if id(key) in self._numbers:
             raise RuntimeError(_READ)
         return super().get(key, default)
 
     def pop(self, key: Any, default: Any = _NONE) -> Any:
-        """Removes the state of a stand-in; of a parameter, that of all its pieces, and returns none of it."""
+        """Removes the state of a local parameter. For a model parameter, removes that of its pieces; returns none."""
         if id(key) in self._numbers:
             self[key] = {}
             return {} if default is _NONE else default

@@ -1,7 +1,7 @@
-"""Averaged gradients as the program sees them after backward: what it does to them reaches the optimizer.
+"""Averaged gradients as the program sees them after backward: its changes to them reach the optimizer.
 
-Where a bucket is float32, the program sees the very memory that the optimizer uses. Elsewhere the optimizer has values
-of more bits, which keep them where the program has changed nothing.
+In a float32 bucket, the program sees the memory that the optimizer uses. In other buckets the optimizer has float32
+copies, which keep their extra bits where the program has changed nothing.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from stormtorch.runtime.memory.bucket import Bucket
 
 
 class VisibleGradients:
-    """What the program sees of the averaged gradients, in `grad` of its parameters.
+    """The averaged gradients that the program sees in `grad` of its parameters.
 
     Args:
         buckets: Buckets that hold the gradients.
-        views: What parameters get as their gradients, by bucket.
+        views: Tensors that parameters get as gradients, by bucket.
     """
 
     def __init__(self, buckets: Sequence[Bucket], views: Sequence[Sequence[torch.Tensor]]) -> None:
         self._buckets = buckets
         self._views = views
         self._before: dict[int, tuple[torch.Tensor, int]] = {}
-        """What was shown last, and the version of what it shows, for buckets whose optimizer has other memory."""
+        """Bits shown last, and the version of the optimizer's copy, for buckets whose optimizer has other memory."""
         self.on_replaced: Callable[[], None] = lambda: None
-        """Called when the program has set a gradient that it has not computed from the present one."""
+        """Called when the program has replaced a gradient by one that is not computed from it."""
 
     def show(self) -> None:
-        """Shows the program the averaged gradients of this rank's shard, where it sees gradients."""
+        """Copies the averaged gradients of this rank's shard to where the program sees gradients."""
         for bucket in self._buckets:
             bucket.show_own_gradients()
             self._note(bucket)
 
     @torch.no_grad()
     def refresh(self, bucket: Bucket) -> None:
-        """Shows what the optimizer has, where that has changed and is in other memory."""
+        """Shows the optimizer's gradients again after they changed, if they are in other memory."""
         if bucket.index in self._before:
             bucket.show_own_gradients()
             self._note(bucket)
@@ -47,13 +47,13 @@ class VisibleGradients:
             self._before[bucket.index] = _bits(bucket).clone(), bucket.own_grads._version
 
     def settle(self, *, replace: bool) -> bool:
-        """Takes what the program has made of its gradients since. Returns whether it has changed any by itself.
+        """Applies the program's changes to its gradients. Returns whether there were any.
 
         Args:
-            replace: Whether parameters get their places in the buckets back as gradients.
+            replace: Whether to make the gradients views of the buckets again.
 
         Raises:
-            RuntimeError: It has changed gradients in two places, and nobody knows which comes first.
+            RuntimeError: Gradients were changed both here and in the optimizer's copy, in an unknown order.
         """
         changed = False
         for bucket, views in zip(self._buckets, self._views, strict=True):
@@ -74,7 +74,7 @@ class VisibleGradients:
         return changed
 
     def _merge(self, bucket: Bucket) -> bool:
-        """Gives the optimizer what the program has changed, where it has other memory. Returns whether that is so."""
+        """Copies the program's changes to the optimizer's gradients, if in other memory. Returns whether it did."""
         return bucket.index in self._before and self._merge_apart(bucket)
 
     @torch.no_grad()
@@ -97,6 +97,6 @@ class VisibleGradients:
 
 
 def _bits(bucket: Bucket) -> torch.Tensor:
-    """Returns this rank's shard of what the program sees, as integers: they are equal where NaNs are."""
+    """Returns this rank's shard of the visible gradients as integers, which compare equal also for NaNs."""
     shown = bucket.shard(bucket.grads, bucket.rank)
     return shown.view(torch.int32 if shown.dtype.itemsize == 4 else torch.int16)

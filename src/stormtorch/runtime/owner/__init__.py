@@ -1,4 +1,5 @@
-"""Sessions under an `OwnerPolicy`: gradients are reduced to the owners of shards, parameters broadcast from them.
+"""Sessions with a sharded optimizer (ZeRO, FSDP) under an `OwnerPolicy`.
 
-Begin with `sharded.py`; `reduction.py` is stage 1, `broadcast.py` stage 2.
+Gradients are reduced to the owner of each shard; owners step and broadcast the new parameters. Begin with `sharded.py`;
+`gradient_reduction.py` is stage 1 (reduce-scatter), `parameter_broadcast.py` stage 2 (all-gather).
 """

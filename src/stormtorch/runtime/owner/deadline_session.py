@@ -1,12 +1,13 @@
-"""A session under a policy with a deadline: a rank that computes slowly keeps nobody waiting.
+"""A session with a deadline per round: no rank waits for a straggler.
 
-Every rank takes part in every round, also one whose program is still computing: a *deputy*, a thread of the rank, then
-makes the round in its place. It gives the gradients that are ready, zeros for the rest, steps the rank's shard, and
-takes part in the broadcast, all in a copy of the parameters, so that the program's own stay as they are until its
-backward ends. Its gradients then go into the next round. What comes in one step of k weighs k times (`InverseProbabilityWeights`).
+Every rank takes part in every round. Where a rank's program is still computing, a *stand-in*, a background thread of
+that rank, makes the round instead: it contributes the gradients that are ready and zeros for the rest, steps the rank's
+shard, and takes part in the broadcast. It works on a copy of the parameters, so the program's own do not change until
+its backward ends. The late gradients go into the next round. Gradients that arrive in one step out of k are weighed by
+k (`InverseProbabilityWeights`).
 
-The deputy acts when half of the other ranks wait and the deadline has passed, or has no chance to be met. Where the
-policy gives the deadline in seconds, it acts when one other rank waits and they have passed, not before.
+The stand-in acts once half of the other ranks wait and the deadline has passed or can no longer be met. If the policy
+sets the deadline in seconds, it acts once that time has passed and one other rank waits, and never earlier.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ T = TypeVar("T")
 
 _IDLE_S = 0.02
 _LEAST_PAUSE_S = 0.001
-# Steps over which a rank's share of the gradients is counted, and shares at which it is called late, and in time again.
+# Steps over which a rank's contribution rate is measured; rates below and above which it counts as late, and on time.
 _RATE_WINDOW = 32
 _LATE, _IN_TIME = 0.75, 0.95
 _JOIN_TIMEOUT_S = 1.0
@@ -51,7 +52,7 @@ _live_sessions: weakref.WeakSet[DeadlineSession] = weakref.WeakSet()
 
 
 class DeadlineSession(ShardedSession):
-    """A session in which a late rank's rounds are made for it.
+    """A sharded session in which a stand-in makes the rounds of a late rank.
 
     Args: See `Session`.
     """
@@ -61,20 +62,20 @@ class DeadlineSession(ShardedSession):
     ) -> None:
         if hasattr(group.transport, "network"):
             raise ValueError("deadline needs real time: a simulated network has none")
-        # Guards all that follows. The program's thread and the deputy never act on the session at the same time.
+        # Guards all fields below. The program's thread and the stand-in never use the session at the same time.
         self._session_lock = threading.Condition()
         self._program_calls = 0
-        """How many calls of the session the program is in; the deputy does nothing meanwhile."""
+        """Number of session calls that the program is in; while there is one, the stand-in does nothing."""
         self._stand_in_active = self._awaits_view = self._step_made = self._ended = False
         self._failure: BaseException | None = None
         self._started_buckets: set[int] = set()
-        """Buckets whose exchange of this round has begun."""
+        """Buckets whose exchange has begun in this round."""
         self._sent_buckets: set[int] = set()
-        """Buckets whose gradients of the program's present backward have been given already."""
+        """Buckets whose gradients of the program's current backward have been sent."""
         self._contributed_buckets: set[int] = set()
-        """Buckets of which this rank gives gradients in this round."""
+        """Buckets for which this rank contributes gradients in this round."""
         self._late_gradients: dict[int, tuple[torch.Tensor, int]] = {}
-        """Gradients of late backwards by bucket: their sum, and how many there are."""
+        """Gradients of late backwards, by bucket: their sum and their number."""
         self._zeros: dict[int, torch.Tensor] = {}
         self._took_s = 0.0
         self._began_s = self._round_s = self._finished_s = time.monotonic()
@@ -82,11 +83,11 @@ class DeadlineSession(ShardedSession):
         self._least_waiting_since_s: float | None = None
         self._versions_given: list[int] = []
         self._clips: list[Clip] = []
-        """How the program clipped the gradients of its last step; the deputy does the same."""
+        """How the program clipped the gradients of its last step; the stand-in repeats it."""
         super().__init__(model, optimizer, group, name, policy)
         self._norms.refusal = (
-            "the norm of gradients needs all ranks, and a deadline goes on without the programs of those that are "
-            "late: clip by stormtorch.clip_grad_norm_, which is repeated for them, or set deadline=None"
+            "the norm of gradients needs all ranks, but under a deadline the round of a late rank is made without its "
+            "program: clip by stormtorch.clip_grad_norm_, which the late rank's stand-in repeats, or set deadline=None"
         )
         self._norms.written = self._note_versions
         self._began_step = self.steps
@@ -123,10 +124,10 @@ class DeadlineSession(ShardedSession):
 
     @contextlib.contextmanager
     def _exclusive(self, *, restore: bool = True) -> Iterator[None]:
-        """Enters a context in which the program acts on the session, and the deputy does not.
+        """Enters a context in which the program uses the session, and the stand-in does not.
 
         Args:
-            restore: Whether the model gets the latest parameters first: it is not computing with its own.
+            restore: Whether to give the model the latest parameters first. Only while it is not computing.
         """
         with self._session_lock:
             self._session_lock.wait_for(lambda: not self._stand_in_active)
@@ -150,7 +151,7 @@ class DeadlineSession(ShardedSession):
     def _start(self, bucket: Bucket) -> None:
         with self._session_lock:
             if self._stand_in_active or self.steps != self._began_step or self._awaits_view:
-                return  # too late for this round: `_finish` hands it over
+                return  # too late for this round: `_finish` keeps the gradients for the next one
             super()._start(bucket)
             self._started_buckets.add(bucket.index)
             self._sent_buckets.add(bucket.index)
@@ -161,11 +162,11 @@ class DeadlineSession(ShardedSession):
             self._took_s = self._finished_s - self._began_s
             if self._step_pending:
                 raise StormError(
-                    "a deadline needs a step after every backward() that exchanges gradients: add gradients up "
+                    "a deadline needs a step after every backward() that exchanges gradients: accumulate gradients "
                     "under no_sync(), or set deadline=None"
                 )
             if self._awaits_view:
-                # A view begins, which only the program can do. The deputy's round was given up.
+                # Only the program can begin a view, so the stand-in's round was aborted.
                 self._awaits_view = False
                 self._restore_parameters()
                 for bucket in self.buckets:
@@ -182,9 +183,9 @@ class DeadlineSession(ShardedSession):
                 raise
 
     def _keep_late_gradients(self) -> None:
-        """Keeps the gradients of a backward that came too late, for the next round."""
+        """Keeps the gradients of a backward that missed the deadline, for the next round."""
         if not self._reduction.finite():
-            self._row.events.append("the gradients of a late backward are not finite, and are dropped")
+            self._row.events.append("the gradients of a late backward are not finite and were dropped")
             return
         for bucket in self.buckets:
             if bucket.index in self._sent_buckets:
@@ -197,7 +198,7 @@ class DeadlineSession(ShardedSession):
             self._late_gradients[bucket.index] = total, count + 1
 
     def before_step(self, *, closure: bool) -> None:
-        """Waits for gradients. The step of a rank that is late does nothing: its deputy has made it."""
+        """Waits for gradients. On a late rank, the step does nothing: the stand-in has made it."""
         if closure:
             raise StormError("a deadline takes no closure: compute gradients before step(), or set deadline=None")
         self._gradients.complete()
@@ -212,21 +213,22 @@ class DeadlineSession(ShardedSession):
         if changed or self._gradients.settle() or self._gradients.present(self._used) != self._used:
             raise StormError(
                 "averaged gradients were changed or removed between backward() and step(), as a GradScaler does: "
-                "under a deadline, the step of a late rank is made without its program; set deadline=None"
+                "under a deadline, the step of a late rank is made without its program, which cannot repeat that "
+                "change. Set deadline=None"
             )
         self._ready_step()
 
     def gradients_final(self, *, within: bool = False) -> None:
-        """Takes the gradients for the standby, unless the deputy has made this step."""
+        """Passes the gradients to the standby, unless the stand-in has made this step."""
         if not self._step_made:
             super().gradients_final(within=within)
 
     def settle_gradients(self) -> None:
-        """Does nothing: what a program changes was refused, and a deputy's gradients are not the program's."""
+        """Does nothing: `before_step` refuses changed gradients, and the stand-in's are not visible to the program."""
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Begins the broadcast, or adopts the parameters of the steps that the deputy has made."""
+        """Begins the broadcast, or adopts the parameters of the steps that the stand-in has made."""
         try:
             if self._step_made:
                 self._step_made = self._norms.idle = False
@@ -245,18 +247,18 @@ class DeadlineSession(ShardedSession):
                 self._program_calls -= 1
 
     def _serve(self) -> None:
-        """Takes part in calls that others have begun: a late rank never waits long enough to do so otherwise."""
+        """Serves collectives that other ranks have started: a late rank never waits long enough to do so otherwise."""
         server = self.group.transport.collective_servers.requested()
         if server is not None:
             server.serve()
 
     def stepped(self) -> None:
-        """Calls back, unless this is the deputy's thread: the program is told of these steps at its own next step."""
+        """Runs the `on_step` callbacks, except for a stand-in's step: the program runs those at its next own step."""
         if not self._stand_in_active:
             super().stepped()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Forgets all gradients of the program; not those of a step that the deputy is about to make."""
+        """Clears the program's gradients, but not those of a step that the stand-in is about to make."""
         with self._exclusive(restore=False):
             super().zero_grad(set_to_none)
 
@@ -265,7 +267,7 @@ class DeadlineSession(ShardedSession):
             return super()._call(call, work)
 
     def change(self) -> bool:
-        """Begins the latest view; see `Session.change`."""
+        """Applies the latest view; see `Session.change`."""
         with self._exclusive():
             held = super().change()
             self._begin_round()
@@ -278,34 +280,34 @@ class DeadlineSession(ShardedSession):
             super().loaded()
 
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """Returns this rank's part of a state dict of the whole optimizer."""
+        """Returns this rank's shard of a state dict of the whole optimizer."""
         with self._exclusive():
             return super().local_state(whole)
 
     def is_between_steps(self) -> bool:
-        """Whether this rank is between two steps, and its deputy makes none."""
+        """Whether this rank is between two steps, and its stand-in makes none."""
         return super().is_between_steps() and not self._stand_in_active
 
-    # --- a round, by whomever -----------------------------------------------------------------------------------------
+    # --- a round, made by the program or by the stand-in --------------------------------------------------------------
 
     def _contribution(self, bucket: Bucket) -> torch.Tensor:
-        """Returns what this rank gives of a bucket in this round, weighed by the inverse of its chance to be there."""
-        handed = self._late_gradients.pop(bucket.index, None)
-        if self._stand_in_active and handed is None:
+        """Returns this rank's contribution to a bucket in this round, weighed by the inverse of its probability."""
+        late = self._late_gradients.pop(bucket.index, None)
+        if self._stand_in_active and late is None:
             if bucket.index not in self._zeros:
                 self._zeros[bucket.index] = torch.zeros_like(bucket.host_grads, pin_memory=False)
             return self._zeros[bucket.index]
         self._contributed_buckets.add(bucket.index)
         weight = self.inverse_probability.weight(bucket.index, self.steps)
-        if handed is None:
+        if late is None:
             return bucket.host_grads if weight == 1.0 else bucket.host_grads * weight
-        total, count = handed
+        total, count = late
         if not self._stand_in_active:
             total, count = total.add_(bucket.host_grads), count + 1
         return total.mul_(weight / count)
 
     def _deadline(self) -> tuple[float | None, bool]:
-        """Returns the deadline of this round, None while it is not known or nobody is late; and whether it is given."""
+        """Returns the deadline of this round, None if there is none yet; and whether the policy sets it in seconds."""
         planned = self.policy.deadline_at(self.steps)
         return (self.deadlines.deadline_s, False) if planned == "auto" else (planned, True)
 
@@ -316,7 +318,7 @@ class DeadlineSession(ShardedSession):
         return len(self._contributed_buckets) / len(self.buckets), took_s
 
     def _is_finite(self) -> bool:
-        # The deputy gives only what was looked at before.
+        # The stand-in contributes only gradients that were checked before.
         return self._stand_in_active or super()._is_finite()
 
     def _set_gradients(self, used_P: torch.Tensor, not_finite: bool) -> None:
@@ -331,7 +333,7 @@ class DeadlineSession(ShardedSession):
         self._versions_given = [bucket.own_grads._version for bucket in self.buckets]
 
     def _on_reports(self, reports: Mapping[int, Report], row: LedgerRow) -> None:
-        """Learns from a round how long ranks take, and notes who was late."""
+        """Learns how long each rank took in a round, and records which ranks were late."""
         given, took_s = self._lateness()
         all_given = {
             self._round_reports.members_group.rank: given,
@@ -358,22 +360,22 @@ class DeadlineSession(ShardedSession):
         if peer not in self._reported_late and share < _LATE:
             self._reported_late.add(peer)
             words = (
-                f"rank {label} is late: its gradients are in {share:.0%} of the steps, as they take it "
-                f"{self.deadlines.usual_s(peer):.3g} s and the middle rank {self.deadlines.typical_s:.3g} s"
+                f"rank {label} is late: it contributes gradients to {share:.0%} of the steps. Computing them takes it "
+                f"{self.deadlines.usual_s(peer):.3g} s, and the median rank {self.deadlines.typical_s:.3g} s"
             )
         elif peer in self._reported_late and share > _IN_TIME:
             self._reported_late.discard(peer)
-            words = f"rank {label} is in time again"
+            words = f"rank {label} is on time again"
         else:
             return
         row.events.append(words)
         if self._round_reports.members_group.rank == 0:
             _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
 
-    # --- the deputy ---------------------------------------------------------------------------------------------------
+    # --- the stand-in -------------------------------------------------------------------------------------------------
 
     def _poll(self) -> float:
-        """Makes a round in the program's place if that is due. Returns the seconds until it should look again."""
+        """Makes a round instead of the program if one is due. Returns the seconds until the next poll."""
         with self._session_lock:
             pause_s = self._until_due()
             if pause_s > 0.0:
@@ -395,14 +397,14 @@ class DeadlineSession(ShardedSession):
             return _IDLE_S
         typical_s = self.deadlines.typical_s
         usual_s = self.deadlines.usual_s(self._round_reports.members_group.rank)
-        # A deadline that is given is used to its end: layers that are reached meanwhile count.
+        # A deadline in seconds is always waited for in full: layers that become ready meanwhile count.
         cannot_meet = not given and self._began_s + usual_s > self._round_s + deadline_s
         early_s = self._round_s + min(0.5 * typical_s, deadline_s) - now
         if early_s > 0.0:
             return min(early_s, _IDLE_S)
         pause_s = min(max(_LEAST_PAUSE_S, 0.01 * deadline_s), _IDLE_S)
-        # Others may be at something else, as an evaluation: the round begins when half of them wait in it. A deadline
-        # that is given may be one that few meet.
+        # Other ranks may be busy elsewhere, such as in an evaluation, so the round begins only when half of them wait
+        # in it. A deadline in seconds may be too short for most ranks, so there one waiting rank is enough.
         least_waiting = 1 if given else max(1, self._round_reports.members_group.size // 2)
         if len(self._round_reports.peers_waiting()) < least_waiting:
             return pause_s
@@ -439,7 +441,7 @@ class DeadlineSession(ShardedSession):
 
 
 def _stand_in_loop(found: weakref.ref[DeadlineSession]) -> None:
-    """Looks again and again whether a session needs its deputy, as long as the session lives."""
+    """Runs a session's stand-in: polls until the session is gone. Body of the background thread."""
     while (session := found()) is not None and not session._ended:
         try:
             pause_s = session._poll()
@@ -451,7 +453,7 @@ def _stand_in_loop(found: weakref.ref[DeadlineSession]) -> None:
 
 @atexit.register
 def _join_stand_ins() -> None:
-    """Ends all deputies: Python must not stop a thread while it runs native code."""
+    """Joins all stand-in threads at exit: Python must not stop a thread while it runs native code."""
     for session in list(_live_sessions):
         session._ended = True
         session._stand_in_thread.join(_JOIN_TIMEOUT_S)

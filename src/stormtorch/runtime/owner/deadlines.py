@@ -1,4 +1,4 @@
-"""What a session under a deadline learns: how long ranks take, when to go on, and how late gradients weigh."""
+"""Deadlines for stragglers: learned from how long ranks take, with inverse-probability weights for late gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from stormtorch import theory
 _MOST_TIMES = 2048
 _WINDOW = 16
 _WARM_UP = 3
-"""Steps in which everybody is waited for, before there is a deadline."""
+"""Steps that wait for every rank, before there is a deadline."""
 _EVERY = 4
-"""Steps after which a deadline is learned anew."""
+"""Steps between two updates of the deadline."""
 _SLACK = 1.05
 _LEAST_SLACK_S = 0.002
 
@@ -31,12 +31,16 @@ class Deadlines:
         self._overheads: deque[float] = deque(maxlen=_WINDOW)
         self._rounds = 0
         self.deadline_s: float | None = None
-        """Seconds from having parameters on after which gradients are late; None while it is not known yet."""
+        """Seconds after which gradients are late, counted from when the rank has its parameters; None if unknown."""
         self.typical_s = 0.0
-        """Seconds that gradients take on the rank in the middle."""
+        """Seconds that gradients take on the median rank."""
 
     def learn(self, took_s: Mapping[int, float]) -> None:
-        """Takes the times of a round: how long the latest gradients of each rank took."""
+        """Takes the times of a round.
+
+        Args:
+            took_s: Seconds that the latest gradients of each rank took.
+        """
         for rank, seconds in took_s.items():
             self._times[rank].append(seconds)
         self._rounds += 1
@@ -49,7 +53,7 @@ class Deadlines:
         self.deadline_s = max(_SLACK * best_s, best_s + _LEAST_SLACK_S)
 
     def record_overhead(self, seconds: float) -> None:
-        """Takes how long a round lasted after this rank had its gradients. The shortest is what no deadline saves."""
+        """Takes how long a round lasted after this rank had its gradients. No deadline saves the shortest of these."""
         self._overheads.append(seconds)
 
     def usual_s(self, rank: int) -> float:
@@ -58,17 +62,17 @@ class Deadlines:
 
 
 class InverseProbabilityWeights:
-    """Weights of gradients that come in some steps only: the inverse of their measured chance, by Horvitz and Thompson.
+    """Horvitz-Thompson weights of gradients that contribute to some steps only: the inverse of their probability.
 
-    The inverse of a measured chance is biased. The mean of the latest gaps between two gifts is not: its mean is
-    exactly 1 / chance, whatever the chance, and over a training weights add up to the number of steps, also where
-    gradients come regularly. So each gift weighs that mean.
+    Inverting a measured probability is biased, so each contribution weighs as much as the mean of the latest gaps
+    between two contributions. The expectation of that mean is exactly 1 / probability, and over a training the weights
+    add up to the number of steps, also where contributions are regular.
 
     Args:
         buckets: Number of buckets. Gradients of the last layers are ready first, and are late less often.
         first: Number of the first step.
-        window: Gaps in the mean. One would be enough to be unbiased; more have less noise.
-        most: Largest weight: more would be mostly noise.
+        window: Gaps in the mean. One is enough to be unbiased; more reduce noise.
+        most: Largest weight; larger ones would be mostly noise.
     """
 
     def __init__(self, buckets: int, first: int = 0, *, window: int = 32, most: float = 8.0) -> None:
@@ -78,7 +82,7 @@ class InverseProbabilityWeights:
         self._most = most
 
     def weight(self, bucket: int, step: int) -> float:
-        """Counts a bucket's gradients as given in a step, and returns their weight. Asking twice changes nothing."""
+        """Counts a bucket's contribution to a step, and returns its weight. A second call in a step changes nothing."""
         if step > self._last[bucket]:
             gaps = self._gaps[bucket]
             gaps.append(step - self._last[bucket])
@@ -87,11 +91,11 @@ class InverseProbabilityWeights:
         return self._weights[bucket]
 
     def chance(self, bucket: int) -> float:
-        """Returns the measured chance that a step has a bucket's gradients."""
+        """Returns the measured probability that a step includes a bucket's gradients."""
         gaps: Sequence[int] = self._gaps[bucket]
         return len(gaps) / sum(gaps) if gaps else 1.0
 
     @property
     def bias(self) -> float:
-        """Fraction by which gradients weigh too little, at most over buckets, as weights have a limit; 0 if none do."""
+        """Fraction by which gradients weigh too little because weights are capped: the largest over all buckets."""
         return max((1.0 - min(1.0, self.chance(bucket) * self._most) for bucket in range(len(self._gaps))), default=0.0)

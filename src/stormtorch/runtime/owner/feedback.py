@@ -1,4 +1,4 @@
-"""What ranks under an `OwnerPolicy` report to each other, and what follows: losses, the guard, chunks to fetch."""
+"""Reports between ranks under an `OwnerPolicy`, and their effects: packet loss, the guard, chunks to fetch exactly."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Flags = list[list[torch.Tensor] | None]
 
 
 class Feedback:
-    """Makes one rank's reports, and learns from those of the others.
+    """Makes one rank's reports, and learns from the reports that it receives.
 
     Args:
         policy: The user's policy.
         rounds: Measures losses and drift.
-        reduction: Knows what arrived of gradients; is told the losses of this rank's own.
-        broadcast: Knows what arrived of parameters, and how old copies are.
-        protection: Decides how much parity this rank sends.
+        reduction: Counts gradients that arrived; is given the losses of this rank's own gradients.
+        broadcast: Counts parameters that arrived, and knows how old copies are.
+        redundancy_control: Decides how much parity this rank sends.
         rank: This rank.
         ranks: Number of ranks.
     """
@@ -50,7 +50,7 @@ class Feedback:
         self.guarded = False
         """Whether the broadcast is exact because a rank's guard demands it."""
         self.lateness: Callable[[], tuple[float, float]] = lambda: (1.0, 0.0)
-        """Returns what this rank gives of its gradients and how long it takes: `Report.given` and `took_s`."""
+        """Returns this rank's `Report.given` and `took_s`: fraction of buckets that it contributes, and their time."""
         self._policy = policy
         self._round_reports = rounds
         self._reduction = reduction
@@ -64,7 +64,7 @@ class Feedback:
         self._serve: list[torch.Tensor | None] = [None] * ranks
         self._fetch: list[torch.Tensor | None] = [None] * ranks
         self._last_exact = True
-        # The last broadcast was reported: a step with several backwards must not count it several times.
+        # Whether the last broadcast has been reported: a step with several backwards must count it once.
         self._reported = True
 
     def report_to(
@@ -77,16 +77,16 @@ class Feedback:
         shard: ShardReport,
         scale: Scale,
     ) -> Report:
-        """Makes the report to a peer about what arrived from it, and asks it for chunks that are too old.
+        """Makes the report to a peer: what arrived from it, and requests for chunks whose copies are too old.
 
         Args:
-            peer: The rank that gets the report.
+            peer: The rank that receives the report.
             samples_S: This rank's copies of the elements that all ranks compare.
             used_P: Whether each parameter has a gradient on this rank.
             not_finite: Whether this rank's gradients have an infinity or a NaN.
             settings: Digest of the optimizer's settings, 0 if they are not compared now.
-            shard: What this rank has to report of its shard.
-            scale: Loss scale of its gradients.
+            shard: Report on this rank's shard.
+            scale: Loss scale of this rank's gradients.
         """
         nothing = self._last_exact or self._reported
         of_broadcast = None if nothing else self._broadcast.links.fraction(peer)
@@ -112,7 +112,10 @@ class Feedback:
         )
 
     def _lost_before_parity(self, peer: int, *, broadcast: bool) -> float:
-        """Returns what was lost of a peer's chunks before parity brought any back; repaired stages do not tell."""
+        """Returns the fraction of a peer's chunks lost before parity recovered any; -1 if unknown.
+
+        Stages with retransmission are left out: they do not show what was lost at first.
+        """
         links = [self._reduction.links] if self._policy.up.budget == 1.0 else []
         if broadcast and self._policy.down.budget == 1.0:
             links.append(self._broadcast.links)
@@ -126,11 +129,11 @@ class Feedback:
     def learn(
         self, reports: dict[int, Report], row: LedgerRow, samples_S: torch.Tensor, lead: float, step: int
     ) -> None:
-        """Learns from the reports of a step what was lost of this rank's messages, and how far apart replicas are.
+        """Learns from the reports of a step the loss of this rank's messages, and the drift between replicas.
 
         Args:
             reports: Report of each rank that sent one.
-            row: Row of the step; gets losses, drift and its bounds.
+            row: Row of the step; receives losses, drift and its bounds.
             samples_S: This rank's copies of the elements that all ranks compare.
             lead: Updates by which the last broadcast was ahead.
             step: Number of the step.
@@ -155,18 +158,18 @@ class Feedback:
             samples_S, {peer: report.samples_S for peer, report in reports.items()}
         )
         variances = [drift.update_variance, *(report.update_variance for report in reports.values())]
-        variances = [each for each in variances if not math.isnan(each)]  # NaN comes from ranks that own nothing
+        variances = [each for each in variances if not math.isnan(each)]  # ranks that own nothing report NaN
         if step and drift.samples and variances:
             row.update_variance = sum(variances) / len(variances)
             lost = 0.0 if self._last_exact else losses.at_most
-            # Theory bounds copies that are stale or new, not what a policy of its own makes of them.
+            # The bound holds for copies that are stale or new, not for what a user's policy makes of them.
             if not overrides(policy, "accept") and not overrides(policy, "publish"):
                 row.pair_bound = drift.bound(row.update_variance, lost, lead, policy.max_lag, again=self._reported)
             row.published_bound = theory.pair_drift_published(lost) * row.update_variance
         self._reported = True
 
     def requests(self) -> tuple[Flags, Flags]:
-        """Returns the chunks to send each rank exactly, and those that each rank sends so; both only once."""
+        """Returns the chunks to send to each rank exactly, and those to receive so, and clears both requests."""
         split = self._broadcast.split
         serve = [None if each is None else split(each, self._rank) for each in self._serve]
         fetch = [None if each is None else split(each, owner) for owner, each in enumerate(self._fetch)]
@@ -175,17 +178,17 @@ class Feedback:
         return serve, fetch
 
     def broadcast_begins(self, *, exact: bool) -> None:
-        """Called before every broadcast: the next reports tell how much of it arrived, unless it is exact."""
+        """Called before every broadcast. The next reports say how much of it arrived, unless it is exact."""
         self._last_exact, self._reported = exact, False
 
     def watch(self, row: LedgerRow) -> None:
-        """Shows the guard what the first pass of a broadcast has lost, and how old copies are."""
+        """Gives the guard the loss of a broadcast's first pass, and the age of the oldest copy."""
         if not self._last_exact:
             self._redundancy_control.watch(self._broadcast.links)
-        # Missing ranks are left out: no exact broadcast brings back what they would send.
+        # Missing ranks are left out: an exact broadcast cannot recover what they would send.
         first_pass = self._broadcast.links.counts(row.missing)
         if row.guarded:
-            # An exact broadcast loses nothing: look at the gradients, or at repairs where gradients are repaired too.
+            # An exact broadcast loses nothing: use the loss of gradients, or retransmissions where those are exact too.
             lossy = self._policy.up.budget == 1.0
             first_pass = (
                 self._reduction.links.counts(row.missing) if lossy else self._broadcast.retransmitted(row.missing)

@@ -1,4 +1,4 @@
-"""What owners share in calls that all ranks make: their parameters, and their parts of the optimizer's state."""
+"""All-gathers the full state from its shards, for checkpoints and exact models: parameters, buffers, optimizer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from stormtorch.runtime.session.buffers import Buffers
 
 
 class FullStateGather:
-    """Shares the owners' parameters and optimizer state with all ranks.
+    """Gathers the owners' parameters and optimizer state on all ranks.
 
     Args:
-        here: The members of the view.
+        members_group: The members of the view.
         optimizer: The user's optimizer, prepared.
         buckets: Buckets that hold the parameters.
-        shards: This rank's part of the optimizer.
+        shards: This rank's shard of the optimizer.
         broadcast: Keeps the ages of copies.
         buffers: Buffers of the model.
     """
@@ -48,7 +48,7 @@ class FullStateGather:
         self._buffers = buffers
 
     def gather_parameters(self, group: Group) -> None:
-        """Gives every rank the owners' parameters and the mean of all buffers. All ranks must call it.
+        """Gathers the owners' parameters and averages all buffers. A collective: all ranks must call it.
 
         Raises:
             Interrupted: A rank is gone, and another view begins without it.
@@ -65,7 +65,7 @@ class FullStateGather:
         self._buffers.average(group)
 
     def serve_call(self, call: int, group: Group) -> object:
-        """Takes part in a call of other ranks. Changes nothing here, as this rank may be in the middle of a step.
+        """Serves a call of other ranks. Changes nothing here, as this rank may be in the middle of a step.
 
         Raises:
             Interrupted: A rank is gone, and another view begins without it.
@@ -83,12 +83,12 @@ class FullStateGather:
         return shared, self._buffers.contribute(group)
 
     def follow(self, kept: Any, group: Group) -> None:
-        """Takes over the parameters and buffers that `serve_call` returned."""
+        """Adopts the parameters and buffers that `serve_call` returned."""
         shared, mean = kept
         for bucket, (receive_buffers, arrivals) in zip(self._buckets, shared, strict=True):
-            for owner, room in enumerate(receive_buffers):
+            for owner, received in enumerate(receive_buffers):
                 if owner != self._members_group.rank:
-                    bucket.shard(bucket.host_flat, owner).copy_(room)
+                    bucket.shard(bucket.host_flat, owner).copy_(received)
             for arrival in arrivals:
                 self._broadcast.refresh(bucket, group, arrival)
             if bucket.is_staged:
@@ -100,8 +100,8 @@ class FullStateGather:
         """Returns the state dict of the whole optimizer, gathered from all owners.
 
         Args:
-            local: State dict of this rank's part.
-            kept: What `serve_call` returned, if this rank has already taken part in the call.
+            local: State dict of this rank's shard.
+            kept: What `serve_call` returned, if this rank has already served this call; otherwise None.
             group: Group of the exchange.
 
         Raises:
@@ -109,7 +109,7 @@ class FullStateGather:
         """
         if kept is None:
             return self._shards.gather(local, group)
-        # Each rank has settings of its own, and a scheduler may have changed them since it took part.
+        # Each rank has its own settings, and a scheduler may have changed them since it served the call.
         whole: dict[str, Any] = kept  # type: ignore[assignment]  # of `serve_call`
         groups = zip(local["param_groups"], whole["param_groups"], strict=True)
         return {

@@ -1,4 +1,4 @@
-"""Stage 1: sends each bucket's gradients to their owners as soon as it is complete, and averages what arrives."""
+"""Stage 1, the reduce-scatter: sends each bucket's gradients to their owners once complete, and averages arrivals."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -27,11 +27,11 @@ class GradientReduction:
 
     Args:
         groups: One group per bucket, so that buckets may start in any order.
-        policy: Says what may be lost, and how the rest is weighed.
+        policy: Says how much may be lost, and how arrivals are weighed.
         buckets: Buckets that hold the gradients.
         order: Starts exchanges once data has left the GPU.
-        relays: Begins exchanges between machines when those inside have ended.
-        islands: Layout of each group over machines, if gradients go by machines; otherwise None.
+        relays: Begins the exchanges between machines when those inside a machine have ended.
+        node_layout: Layout of each group over machines for a hierarchical reduce-scatter; None for a flat one.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class GradientReduction:
         self.effective_batch = 1.0
         self.variance_inflation = 1.0
         self.losses = [0.0] * groups[0].size
-        """Loss of this rank's gradients at each owner, as the owner reports it; `Policy.send` may weigh by it."""
+        """Loss of this rank's gradients at each owner, as that owner reports it; `Policy.send` may weigh by it."""
         self.present = groups[0].size
-        """Number of ranks that are there, as far as is known; `Policy.combine` gets it."""
+        """Number of live ranks, as far as is known; passed to `Policy.combine`."""
         self._remembered: dict[int, MemoryStore] = {}
         self.contribution: Callable[[Bucket], torch.Tensor] = lambda bucket: bucket.host_grads
-        """Returns what this rank gives of a bucket's gradients: by default all of them, as they are."""
+        """Returns this rank's contribution to a bucket: by default all gradients, unchanged."""
         self.reliability = policy.up
         """Reliability of the next exchange, with the parity that this rank sends."""
         self.groups = groups
         self._policy = policy
         self._keeps_mean = type(policy).combine in (OwnerPolicy.combine, BoundedDrift.combine)
-        """Whether the policy leaves the mean as it is, unless gradients are weighed: a small model feels the call."""
+        """Whether `Policy.combine` leaves an unweighted mean as it is. Then it is not called, which saves time."""
         self._remembers = takes(policy.combine, "owner")
         chunk_bytes = groups[0].transport.chunk_bytes
         self._wires = [Wire(narrower(policy.wire, bucket.dtype), chunk_bytes) for bucket in buckets]
@@ -84,7 +84,7 @@ class GradientReduction:
         """Waits until this rank's shards are averaged."""
         self.links.clear()
         copies = inverse = chunks = 0.0
-        # A copy that comes from another machine is the mean of its ranks.
+        # A contribution of another machine is the mean of its ranks.
         each = self._islands[0].each if self._islands else 1
         for bucket in self._buckets:
             begun = self._begun.pop(bucket.index)
@@ -113,11 +113,11 @@ class GradientReduction:
         self.variance_inflation = n * inverse / chunks if chunks else 1.0
 
     def abort(self) -> None:
-        """Gives up all exchanges that are under way. Their memory may be written afterwards."""
+        """Aborts all exchanges in flight. Afterwards, the caller may write to their memory."""
         begun = [each.result() if isinstance(each, Future) else each for each in self._begun.values()]
         pendings = [pending for each in begun for pending in each]
         for pending in pendings:
-            pending.stop()  # all before the first is waited for: they are passed on one after the other
+            pending.stop()  # stop all before waiting for the first: relays are handled one after the other
         for pending in pendings:
             pending.cancel()
         self._begun.clear()
@@ -136,9 +136,9 @@ class GradientReduction:
                 return False
             elif bucket.finite is None:
                 sums.setdefault(grads.device, []).append(grads.sum(dtype=torch.float32))
-        # An element that is not finite makes the sum not finite, and a sum is twenty times as fast as a look at each
-        # element. As finite elements may overflow the sum, a sum that is not finite calls for that look. All sums of a
-        # GPU are looked at together, as each look waits for it.
+        # A sum is twenty times as fast as a check of each element, and any element that is not finite makes it not
+        # finite. Finite elements may overflow it, too, so only a sum that is not finite needs the slow check. All sums
+        # of a GPU are checked together, as each check waits for the GPU.
         if all(bool(torch.stack(each).isfinite().all()) for each in sums.values()):
             return True
         return all(bool(bucket.grads.isfinite().all()) for bucket in self._buckets)
@@ -151,7 +151,7 @@ class GradientReduction:
             return self._reduce_by_machine(bucket, self._islands[bucket.index], reliability)
         group, wire, out = self.groups[bucket.index], self._wire(bucket), bucket.host_own_grads
         given = self.contribution(bucket)
-        # Converts the bucket as a whole where it can: with many ranks, a bucket has many small shards.
+        # Convert the whole bucket at once where possible: with many ranks, it has many small shards.
         if self._policy.weighs:
             losses = [0.0 if owner == group.rank else loss for owner, loss in enumerate(self.losses)]
             parts = [
@@ -163,17 +163,17 @@ class GradientReduction:
         return wire.reduce_scatter(group, out, parts, Op.AVG, reliability=reliability)
 
     def _reduce_by_machine(self, bucket: Bucket, node_layout: NodeLayout, reliability: Reliability) -> Pending:
-        """Averages inside this machine what goes to each owner that has this rank's place, then over machines."""
+        """Averages first inside this machine, then over the ranks with this local rank on all machines."""
         wire, out = self._wire(bucket), bucket.host_own_grads
-        parts, place = bucket.shards(bucket.host_grads), node_layout.inside.rank
-        # Taken now: buckets are passed on in another order than they begin on other ranks.
+        parts, local_rank = bucket.shards(bucket.host_grads), node_layout.inside.rank
+        # Reserved now, because relays may begin their second exchanges in another order on other ranks.
         inside, between = (
             node_layout.inside.reserve_ahead(len(node_layout.machines)),
             node_layout.between.reserve_ahead(1),
         )
-        # In memory of their own, as gradients must stay what they are: see `Bucket`.
+        # In separate memory, as gradients must not change: see `Bucket`.
         means = [
-            torch.empty(parts[ranks[place]].numel(), dtype=torch.float32, device="cpu")
+            torch.empty(parts[ranks[local_rank]].numel(), dtype=torch.float32, device="cpu")
             for ranks in node_layout.machines
         ]
         first = [
@@ -189,7 +189,7 @@ class GradientReduction:
         return self._relays.begin(first, then, node_layout.inside.ranks)
 
     def _combine(self, bucket: Bucket, counts_C: torch.Tensor) -> None:
-        """Replaces the mean of what arrived by what the policy makes of it."""
+        """Replaces the mean of the arrived gradients by the result of `Policy.combine`."""
         out = bucket.host_own_grads
         memory: ChunkMemory | None = None
         if self._remembers:

@@ -1,9 +1,9 @@
-"""Stage 2 where ranks share machines: an owner's parameters reach each other machine once, and are passed on there.
+"""Stage 2 as a hierarchical all-gather: a shard crosses the network once per machine, and is forwarded inside it.
 
-An owner sends its shard, as the policy says, to those that have its place on other machines, and exactly to all ranks
-of its own machine. Whoever receives from another machine puts what arrived where it belongs, fetches what is overdue,
-and passes its copy of the shard on to the others of its machine, exactly, with the ages of its chunks. So all ranks of
-a machine have the same copies of what other machines own, with the same ages.
+An owner sends its shard under the policy's reliability to the ranks with its local rank on other machines, and exactly
+to all ranks of its own machine. A rank that receives from another machine stores what arrived, fetches overdue chunks,
+and forwards its copy of the shard to the rest of its machine, exactly, with the ages of the chunks. So all ranks of a
+machine have the same copies of what other machines own, with the same ages.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from stormtorch.runtime.session.relays import Relay, Relays
 
 @dataclass(frozen=True)
 class Fetch:
-    """Chunks of an owner's shard that it sends exactly, as the copy here is too old."""
+    """Chunks of an owner's shard that this rank receives exactly, because its copies of them are too old."""
 
     owner: int
     where: torch.Tensor
-    """Indices of their elements in the shard."""
+    """Indices of the chunks' elements in the shard."""
     message: torch.Tensor
     pending: Pending
 
     def place(self, bucket: Bucket, per_chunk: int) -> torch.Tensor | None:
-        """Waits for the chunks and copies them. Returns their numbers; None if the owner is gone."""
+        """Waits for the chunks and copies them into the bucket. Returns their numbers; None if the owner is gone."""
         (arrival,) = self.pending.wait()
         if arrival.arrived < 1.0:
             return None
@@ -45,37 +45,37 @@ class Fetch:
 
 @dataclass
 class BucketArrivals:
-    """What came of one bucket."""
+    """What arrived of one bucket."""
 
     inter_machine: list[ExchangeResult] = field(default_factory=list)
     """Arrivals of the exchange between machines."""
     fresh: dict[int, torch.Tensor] = field(default_factory=dict)
-    """For owners whose shards came from themselves, whether each chunk is new, (C,)."""
+    """For owners that sent their shards directly, whether each chunk is new, (C,)."""
     ages: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    """For owners whose shards were passed on here, the age of each chunk, (C,); None if they did not come whole."""
+    """For owners whose shards were forwarded inside this machine, the age of each chunk, (C,); None if incomplete."""
     fetched: int = 0
-    """Number of chunks that this rank has fetched."""
+    """Number of chunks that this rank has fetched exactly."""
 
 
 @dataclass
 class _BucketInFlight:
-    """One bucket on its way."""
+    """The exchanges of one bucket that are in flight."""
 
     inter_machine: Pending
     inside: Pending
     relay: Relay
     received: BucketArrivals
     ages: list[torch.Tensor]
-    """For each rank of this machine, ages of the chunks that it passes on, shard by shard."""
+    """For each rank of this machine, ages of the chunks that it forwards, shard by shard."""
 
 
 class HierarchicalBroadcast:
-    """Broadcasts of one session by machines.
+    """The hierarchical broadcasts of one session.
 
     Args:
-        islands: Layout over machines of each bucket's group.
+        node_layout: Layout of each bucket's group over machines.
         wires: Number format in which each bucket travels between machines.
-        relays: Passes on what has come from other machines.
+        relays: Forward what arrived from other machines.
     """
 
     def __init__(self, node_layout: Sequence[NodeLayout], wires: Sequence[Wire], relays: Relays) -> None:
@@ -85,7 +85,7 @@ class HierarchicalBroadcast:
         self._place, self._machines = node_layout[0].inside.rank, node_layout[0].machines
         self._machine = node_layout[0].between.rank
         self.sources = [ranks[self._place] for at, ranks in enumerate(self._machines) if at != self._machine]
-        """Owners on other machines whose parameters come to this rank first: those with the same place."""
+        """Owners on other machines that send to this rank directly: those with the same local rank."""
         self._others = [ranks for at, ranks in enumerate(self._machines) if at != self._machine]
         self._in_flight: dict[int, _BucketInFlight] = {}
 
@@ -105,8 +105,8 @@ class HierarchicalBroadcast:
             message: The owned parameters as they travel between machines.
             near: The owned parameters as they travel inside this machine, in the bucket's dtype.
             reliability: How much may be missing between machines.
-            fetches: Begins to fetch chunks that are too old.
-            ages: Ages of this rank's copies before, by owner.
+            fetches: Begins to fetch chunks whose copies are too old.
+            ages: Ages of this rank's copies before this broadcast, by owner.
         """
         node_layout, wire, flat = self._islands[bucket.index], self._wires[bucket.index], bucket.host_flat
         mine = self._machines[self._machine]
@@ -116,7 +116,7 @@ class HierarchicalBroadcast:
             receive_buffers = {owner: wire.room(destination.numel()) for owner, destination in destinations.items()}
         around = [*receive_buffers.values()]
         around.insert(self._machine, message)
-        # Own places are taken by the messages themselves: owners keep the parameters that they have.
+        # This rank's own slots hold the messages themselves: owners keep the parameters that they have.
         local_receive_buffers = [
             near if place == self._place else bucket.shard(flat, rank) for place, rank in enumerate(mine)
         ]
@@ -141,7 +141,7 @@ class HierarchicalBroadcast:
                 if chunks_C is not None:
                     received.fresh[fetch.owner][chunks_C] = True
                     received.fetched += chunks_C.numel()
-            # Others may count otherwise, as a rank that calls `exact` alone has the newest copies: they get ours.
+            # Ages may differ between ranks, as a rank that calls `exact` alone has the newest copies: send this rank's.
             grown = [(ages[owner] + 1).masked_fill_(received.fresh[owner], 0) for owner in destinations]
             torch.cat(grown, out=sent_ages[self._place])
             return [
@@ -162,7 +162,7 @@ class HierarchicalBroadcast:
         return next(at for at, ranks in enumerate(self._machines) if owner in ranks)
 
     def receive(self, bucket: Bucket) -> BucketArrivals:
-        """Waits until a bucket's parameters have arrived here or are lost, and have been passed on."""
+        """Waits until a bucket's parameters have arrived here or are lost, and have been forwarded."""
         in_flight = self._in_flight.pop(bucket.index)
         node_layout, wire, received = self._islands[bucket.index], self._wires[bucket.index], in_flight.received
         (near,) = in_flight.inside.wait()
@@ -177,7 +177,7 @@ class HierarchicalBroadcast:
             for ranks, arrival in zip(self._others, passed, strict=True):
                 owner = ranks[place]
                 chunks = wire.chunks(bucket.spans[owner][1])
-                # If a rank dies while it passes its copies on, these count as lost; what has come of them stays.
+                # If a rank dies while it forwards its copies, they count as lost; what arrived of them stays.
                 whole = dated.fraction(peer=rank) == 1.0 and arrival.fraction(peer=rank) == 1.0
                 received.ages[owner] = in_flight.ages[place][at : at + chunks] if whole else None
                 at += chunks

@@ -1,4 +1,4 @@
-"""Stage 2: sends an owner's parameters to everyone, with a lead. A copy whose update is lost stays and grows older."""
+"""Stage 2, the all-gather: owners broadcast their parameters, with a lead. A copy whose update is lost grows stale."""
 
 import contextlib
 from collections.abc import Collection, Sequence
@@ -29,11 +29,11 @@ class ParameterBroadcast:
 
     Args:
         groups: One group per bucket.
-        policy: Says what owners send, and what ranks make of it.
+        policy: Says what owners send, and how ranks use what arrives.
         buckets: Buckets that hold the parameters.
         order: Starts exchanges once data has left the GPU.
-        relays: Passes on what has come from other machines.
-        islands: Layout of each group over machines, if parameters go by machines; otherwise None.
+        relays: Forward what arrived from other machines.
+        node_layout: Layout of each group over machines for a hierarchical broadcast; None for a flat one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ParameterBroadcast:
         parts = iter(torch.split(together, [count for each in counts for count in each]))
         self.ages = [[next(parts) for _ in each] for each in counts]
         """Age in steps of the copy of each chunk, by bucket and owner."""
-        self._all_ages = together.numpy()  # the same memory: without loss one look is enough
+        self._all_ages = together.numpy()  # the same memory, so that one check is enough where nothing was lost
         self._begun: dict[int, Future[Sequence[Pending]] | Sequence[Pending]] = {}
         self._receive_buffers: dict[int, list[torch.Tensor]] = {}
         self._fetches: dict[int, list[Fetch]] = {}
@@ -92,11 +92,11 @@ class ParameterBroadcast:
 
         Args:
             bucket: The bucket.
-            lead: Updates by which the owned parameters are sent ahead.
+            lead: Updates by which the owned parameters are extrapolated.
             reliability: How much may be missing.
             seed: Seed of the offsets of the wire's grids.
-            serve: For each rank, flags of this rank's chunks to send it exactly in addition.
-            fetch: For each rank, flags of its chunks that it sends here exactly in addition.
+            serve: For each rank, flags of this rank's chunks to send to it exactly in addition.
+            fetch: For each rank, flags of its chunks to receive from it exactly in addition.
         """
         with self._profiler_range("all_gather", bucket):
             self._begun[bucket.index] = self._send(bucket, lead, reliability, seed, serve, fetch)
@@ -124,16 +124,16 @@ class ParameterBroadcast:
         def begin() -> list[Pending]:
             message = wire.encode(ahead, seed)
             if self._hierarchical is not None:
-                # Nothing is lost inside a machine, so its ranks need no lead and no narrow format: they get what the
-                # owner itself has, unless the policy publishes something else.
+                # Nothing is lost inside a machine, so its ranks need no lead and no narrow format: they receive what
+                # the owner itself has, unless the policy publishes something else.
                 near = ahead.to(bucket.dtype) if self._publishes else bucket.shard(bucket.host_flat, self._rank)
                 fetches = partial(self._begin_exact, bucket, ahead, serve, fetch, reliability)
                 ages = self.ages[bucket.index]
                 return [self._hierarchical.begin(bucket, message, near, reliability, fetches, ages)]
             receive_buffers = bucket.shards(bucket.host_flat)
             if wire.dtype != bucket.dtype or self._accepts:
-                receive_buffers = [wire.room(room.numel()) for room in receive_buffers]
-            # This rank's own place is taken by the message itself: owners keep the parameters that they have.
+                receive_buffers = [wire.room(shard.numel()) for shard in receive_buffers]
+            # This rank's own slot holds the message itself: owners keep the parameters that they have.
             receive_buffers[self._rank] = message
             self._receive_buffers[bucket.index] = receive_buffers
             group = self.groups[bucket.index]
@@ -144,7 +144,7 @@ class ParameterBroadcast:
         return self._order.begin(begin, events)  # type: ignore[return-value]  # it holds what `begin` returns
 
     def _published(self, bucket: Bucket, lead: float) -> torch.Tensor:
-        """Returns what this rank sends of its own parameters, in memory that nobody writes until the broadcast ends."""
+        """Returns this rank's parameters as they are sent, in memory that does not change until the broadcast ends."""
         before = bucket.previous
         if before is None or (lead == 0.0 and not self._publishes):
             return bucket.masters
@@ -152,7 +152,7 @@ class ParameterBroadcast:
         return chunked(self._policy.publish, per_chunk, [before, bucket.masters], [lead])
 
     def looks_back(self, lead: float) -> bool:
-        """Whether what is sent depends on the parameters before the step."""
+        """Whether the message depends on the parameters before the step."""
         return lead != 0.0 or self._publishes
 
     def _profiler_range(self, what: str, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
@@ -166,12 +166,12 @@ class ParameterBroadcast:
         fetch: Sequence[torch.Tensor | None],
         reliability: Reliability,
     ) -> list[Fetch]:
-        """Begins to send chunks that others want exactly, and to fetch those that this rank wants."""
+        """Begins to send the chunks that other ranks have requested exactly, and to fetch those that this rank has."""
         self._serves[bucket.index] = []
         if all(each is None for each in (*serve, *fetch)):
             return []
         group, wire = self.groups[bucket.index], self.wires[bucket.index]
-        # The deadline matters where only one side knows of the request, because a report was lost with its rank.
+        # The deadline matters if only one side knows of the request, because its report was lost with a rank.
         silence_s = getattr(group.transport, "silence_s", None)
         certain = Reliability(budget=1e-9, deadline_s=reliability.deadline_s or silence_s)
         fetches: list[Fetch] = []
@@ -216,7 +216,7 @@ class ParameterBroadcast:
             bucket.copy_others_from_host()
 
     def _apply_received(self, bucket: Bucket, received: BucketArrivals) -> None:
-        """Counts what came by machines. It is where it belongs already."""
+        """Counts what a hierarchical broadcast delivered. The values are in the bucket already."""
         for arrival in received.inter_machine:
             self._repaired += arrival.repaired
             self.links.add(self.groups[bucket.index], arrival)
@@ -238,24 +238,24 @@ class ParameterBroadcast:
             if arrived == chunks:
                 ages_C.zero_()
                 if not self._accepts and wire.dtype == bucket.dtype:
-                    continue  # it lies where it belongs
+                    continue  # received in place
                 arrived_C = torch.ones(chunks, dtype=torch.bool, device="cpu")
             else:
                 arrived_C = arrival.mask(group.ranks[owner])
                 rules.advance_ages(ages_C, arrived_C)
             own = bucket.shard(bucket.host_flat, owner)
             if self._accepts:
-                received = torch.full_like(own, torch.nan)  # a policy that uses what was lost shows it at once
+                received = torch.full_like(own, torch.nan)  # so that a policy that uses lost values is found at once
                 wire.place(receive_buffers[owner], received, arrived_C)
                 own.copy_(chunked(self._policy.accept, wire.per_chunk, [own, received], [arrived_C]))
             elif wire.dtype != bucket.dtype:
                 wire.place(receive_buffers[owner], own, arrived_C)
 
     def retransmitted(self, missing: Collection[int]) -> tuple[int, int]:
-        """Estimates the loss of the last broadcast by this rank from what it sent again: chunks lost, and chunks sent.
+        """Estimates the loss of this rank's last broadcast from its retransmissions: chunks lost, and chunks sent.
 
-        The estimate is rather too high, as a lost report also makes a rank send again. Where a rank is missing, both
-        are 0: what was sent to that rank says nothing about the network.
+        The estimate tends to be too high, as a lost acknowledgement also causes a retransmission. If a rank is missing,
+        both are 0: what was sent to that rank says nothing about the network.
         """
         if missing:
             return 0, 0
@@ -271,18 +271,18 @@ class ParameterBroadcast:
     def would_exceed_lag(self, owner: int, most: int) -> torch.Tensor:
         """Whether each chunk of an owner's shards, over all buckets, would be older than `most` after another loss.
 
-        Where another rank of this machine receives and fetches them for all, none is.
+        All are False if another rank of this machine receives and fetches them for the machine.
         """
         if self._hierarchical is not None and owner not in self._hierarchical.sources:
             return torch.zeros(self.chunks_of(owner), dtype=torch.bool, device="cpu")
         return rules.overdue(torch.cat([ages[owner] for ages in self.ages]), most)
 
     def split(self, chunks_C: torch.Tensor, owner: int) -> list[torch.Tensor]:
-        """Splits flags of all an owner's chunks by bucket."""
+        """Splits flags of all chunks of an owner by bucket."""
         return list(torch.split(chunks_C, [ages[owner].numel() for ages in self.ages]))
 
     def received(self, owner: int) -> list[bool]:
-        """Returns whether anything of an owner's shards came in the last exchange, by bucket."""
+        """Returns whether any chunk of an owner's shards arrived in the last exchange, by bucket."""
         return [bool((ages[owner] == 0).any()) for ages in self.ages]
 
     def lag(self) -> dict[int, int]:
@@ -295,7 +295,7 @@ class ParameterBroadcast:
         return {age: count for age, count in enumerate(counts.tolist()) if count}
 
     def oldest(self, without: Collection[int]) -> int:
-        """Returns the age of the oldest copy, leaving out the copies of some owners."""
+        """Returns the age of the oldest copy, leaving out the shards of some owners."""
         if not self._all_ages.any():
             return 0
         spared = {*without, self._rank}
@@ -308,7 +308,7 @@ class ParameterBroadcast:
         return max((int(ages[owner].max()) for ages in self.ages if ages[owner].numel()), default=0)
 
     def refresh(self, bucket: Bucket, group: Group, arrival: ExchangeResult) -> None:
-        """Sets the age of all copies that an exact exchange has brought to 0."""
+        """Sets the age of all copies that arrived in an exact exchange to 0."""
         for rank, (chunks, arrived) in arrival.links().items():
             if arrived == chunks:
                 self.ages[bucket.index][group.ranks.index(rank)].zero_()

@@ -1,4 +1,4 @@
-"""The cut of a session's parameters into shards: the present one, the next view's, and when to ask for another."""
+"""Partitions a session's parameters into shards: for this view, for the next one, and when to request resharding."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from stormtorch.telemetry.ledger import LedgerRow
 
 
 class Partitioner:
-    """Cuts the parameters of one session into shards, whose sizes follow the policy's `shards`.
+    """Partitions the parameters of one session into shards, whose sizes follow the policy's `shards`.
 
     Args:
         session: The session.
         policy: The user's policy.
         buckets: Buckets that hold the parameters.
-        standbys: Standbys of each shard.
-        whole: Whether shards must not cut through parameters.
-        by_machines: Whether exchanges go by machines, where the machines allow it.
+        standbys: Number of standbys of each shard.
+        whole: Whether a shard must consist of whole parameters.
+        by_machines: Returns whether exchanges are hierarchical where the layout of machines allows it.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Partitioner:
         self._sizing = ShardSizing(policy, size, standbys, session.owners_at_start, session.label)
         transport = session.group.transport
         self._meter = SpeedMeter(transport.take_bottleneck_peaks) if self._sizing.measured else None
-        # A GPU runs the optimizer after `step` has returned.
+        # On a GPU, the optimizer may still run after `step` has returned, so its time is not known.
         self._timed = not any(bucket.on_gpu for bucket in buckets)
         self.now: Partition
-        """The cut of the view."""
+        """The partition of the current view."""
 
     def first(self, members: Sequence[int]) -> Partition:
-        """Returns the cut with which a job begins."""
+        """Returns the partition with which a job begins."""
         self.now = self.partition_for(members, self._sizing.at_start(members))
         return self.now
 
@@ -72,7 +72,7 @@ class Partitioner:
 
         Args:
             members: Ranks of the view.
-            parts: Their shares, in parts of `layout.SHARE_UNITS`; None is equal ones.
+            parts: Their shares, in units of 1 / `layout.SHARE_UNITS`; None means equal shares.
         """
         count = len(members)
         layouts: Sequence[Layout] = self._planned
@@ -89,11 +89,11 @@ class Partitioner:
 
     @property
     def speed(self) -> Sequence[float]:
-        """What this rank tells of its speed when a view begins."""
+        """Speed that this rank reports when a view begins; empty if it is not measured."""
         return () if self._meter is None else self._meter.speed
 
     def change(self, handshake: Handshake, members: Sequence[int]) -> tuple[Partition, Partition]:
-        """Returns the cut from which all ranks come, and that of the view which begins."""
+        """Returns the partition of the view before, and that of the view that begins."""
         before = self.partition_for(handshake.members_before, handshake.parts_before)
         shares = {rank: before.share(place) for place, rank in enumerate(before.members)}
         speeds = {rank: received_speed(each) for rank, each in handshake.reported.items()}
@@ -104,7 +104,7 @@ class Partitioner:
         return indices_by_machine(members, machines, hierarchy=self._by_machines())
 
     def reported(self, before: Partition) -> list[str]:
-        """Says in words how shares have changed with the view."""
+        """Describes how shares have changed with the view; empty if they have not."""
         if self.now.parts == before.parts:
             return []
         return [describe_sizes(self.now.parts, self._session.labels())]
@@ -122,7 +122,7 @@ class Partitioner:
             feedback.speed = self._meter.read()
 
     def receive_reports(self, reports: Mapping[int, Report], row: LedgerRow) -> None:
-        """Learns the speeds of all members, and lets the lowest ask for a view with other shares if that pays."""
+        """Takes the speeds of all members. The lowest member requests a view with other shares if they are worth it."""
         row.share = self.share
         session, members = self._session, self.now.members
         if self._meter is None or session.group.transport.rank != members[0] or len(reports) < len(members) - 1:
@@ -130,7 +130,7 @@ class Partitioner:
         speeds = [self._meter.speed, *(parse_speed(reports[place].speed) for place in range(1, len(members)))]
         machines = self._machines(members, session.machines)
         if self._sizing.pays(speeds, self.now.parts, machines, session.steps, session.view.step):
-            row.events.append("other shares should make steps shorter: asks for a view with the same ranks")
+            row.events.append("other shares should make steps shorter: requests a view with the same ranks")
             session.group.transport.request_view()
 
     def step_begins(self) -> None:
@@ -139,6 +139,6 @@ class Partitioner:
             self._meter.step_begins()
 
     def step_ends(self) -> None:
-        """Called after it has."""
+        """Called after the user's optimizer has stepped."""
         if self._meter is not None:
             self._meter.step_ends(self.share, len(self.now.members))

@@ -1,4 +1,4 @@
-"""Decides how much parity one rank sends with its messages, and how long it waits; see `Policy.protect`."""
+"""Redundancy control: how much parity (forward error correction) one rank sends, and deadlines of its exchanges."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from stormtorch.runtime.session.packet_losses import PacketLosses
 
 
 class RedundancyControl:
-    """The redundancy of one rank's messages, step by step. Each rank decides for what it sends.
+    """Chooses the redundancy of one rank's messages, step by step; see `Policy.redundancy_of`.
+
+    Each rank decides for the messages that it sends.
 
     Args:
         policy: The user's policy.
-        losses: What was lost of this rank's messages; told when the redundancy changes.
+        losses: Losses of this rank's messages; updated when the redundancy changes.
         buckets: Buckets of the session.
         wires: Number format of each bucket.
         chunk_bytes: Payload of a datagram.
@@ -42,13 +44,13 @@ class RedundancyControl:
         self.up = self._chosen(policy.up, self._up_deadline)
         """Reliability of this rank's gradients."""
         self.down = self._chosen(policy.down, self._down_deadline)
-        """Reliability of its parameters."""
+        """Reliability of this rank's parameters."""
 
     def choose(self, gradients: ArrivalCounts) -> None:
-        """Chooses what the next exchanges send, once the losses of a step are known.
+        """Chooses the reliability of the next exchanges, once the losses of a step are known.
 
         Args:
-            gradients: What arrived of the last gradients, and how long that took.
+            gradients: Arrivals of the last gradients, and how long they took.
         """
         self._up_deadline.learn(gradients)
         up, down = (
@@ -63,18 +65,18 @@ class RedundancyControl:
         self.up, self.down = up, down
 
     def watch(self, broadcast: ArrivalCounts) -> None:
-        """Takes what arrived of the last broadcast, which was not exact, and how long that took."""
+        """Takes the arrivals of the last broadcast, which was not exact, and how long they took."""
         self._down_deadline.learn(broadcast)
 
     def _chosen(self, stage: Reliability, adaptive: AdaptiveDeadline) -> Reliability:
         stage = adaptive.within(stage)
         if stage.budget < 1.0:
-            return stage  # what is lost is sent again, and the engine's model knows what parity saves there
+            return stage  # with retransmission, the engine itself decides how much parity is worth it
         loss = self._losses.raw.value
         return _with(stage, self._policy.redundancy_of(stage, loss, self._chunks, self._narrower))
 
 
-@lru_cache(maxsize=64)  # to make one costs more than all else here, and most steps have that of the step before
+@lru_cache(maxsize=64)  # making one is the main cost here, and most steps use that of the step before
 def _with(stage: Reliability, redundancy: float) -> Reliability:
     return replace(stage, redundancy=redundancy)
 

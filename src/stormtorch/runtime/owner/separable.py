@@ -1,8 +1,8 @@
-"""A trial at `prepare`: whether an optimizer treats each parameter by itself, as owners of single shards need it.
+"""Checks at `prepare` that an optimizer is separable: it updates each parameter independently, as sharding requires.
 
-A copy of the optimizer steps on small stand-ins for some of its parameters: all of them together, then with other
-values and gradients for every second one, then without these. What the rest does must not depend on them. Nothing of
-the real optimizer is written to, and random numbers are as they were before.
+A copy of the optimizer steps on small proxies of some of its parameters: on all of them, then with other values and
+gradients for every second one, then without those. The updates of the rest must not depend on them. The real optimizer
+and the state of random number generators stay as they were.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from stormtorch.collectives.base.objects import pack, unpack
 _MOST_PROXIES = 6
 """Most parameters in the trial."""
 _LONGEST = 6
-"""Largest dimension of a stand-in."""
+"""Largest dimension of a proxy."""
 _SCALES = (1.0, 30.0, 0.1, 1000.0)
-"""Scale of the gradients in each step. They differ, so that what acts only on large or small norms shows."""
+"""Scale of the gradients in each step. They differ, so that effects of only large or only small norms are found."""
 _ROUNDED = 0.02
-"""Part of an update that rounding may change where the others are absent: matrices in bfloat16 round by nearly as
+"""Fraction of an update that rounding may change when other parameters are absent: bfloat16 matrices round by nearly as
 much, and some optimizers compute several at once."""
 _WHAT_ELSE = (
     "Prepare it with policy=GradientAveraging(reliability=EXACT), under which every rank has the whole optimizer, or "
@@ -38,11 +38,11 @@ _WHAT_ELSE = (
 
 
 class _Inconclusive(Exception):
-    """The trial would touch what is not its own: it says nothing."""
+    """The trial would write to memory of the real optimizer, so it was stopped without a result."""
 
 
 class _OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Sees every operation of a trial: keeps it from the memory of others, and from the network."""
+    """Intercepts every operation of a trial: forbids writes to memory that it does not own, and collectives."""
 
     def __init__(self, kept: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,9 +57,9 @@ class _OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = True
         kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                given = kwargs.get(argument.name, args[place] if place < len(args) else None)
+                given = kwargs.get(argument.name, args[position] if position < len(args) else None)
                 for each in given if isinstance(given, list | tuple) else [given]:
                     if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() in self._kept:
                         raise _Inconclusive
@@ -67,9 +67,9 @@ class _OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 
 def check_separable(optimizer: torch.optim.Optimizer) -> None:
-    """Raises a ValueError if a trial shows that an optimizer does not treat each parameter by itself."""
+    """Raises a ValueError if a trial shows that an optimizer does not update each parameter independently."""
     if type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None):
-        return  # torch's own do
+        return  # all of torch's own do
     with _as_before(optimizer):
         found = _run_trials(optimizer)
     if found is not None:
@@ -77,8 +77,8 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _run_trials(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns what a trial shows that keeps an optimizer from working on shards; None if nothing."""
-    # In float64 also small effects can be told from rounding; some optimizers know only float32, or need a closure.
+    """Returns why an optimizer cannot work on shards, as found by a trial; None if it can, or no trial could run."""
+    # float64 separates small effects from rounding. Some optimizers support only float32, or need a closure.
     for dtype in (torch.float64, torch.float32):
         for closure in (False, True):
             for with_state in (True, False):
@@ -90,23 +90,23 @@ def _run_trials(optimizer: torch.optim.Optimizer) -> str | None:
                         "prepare() the variant that is made for one process"
                     )
                 except Exception:
-                    continue  # whatever it needs that a trial does not have
+                    continue  # the optimizer needs something that this trial lacks
     return None
 
 
 class _Run(NamedTuple):
-    """What a copy did."""
+    """Result of one run of a copy."""
 
     after: list[list[torch.Tensor]]
     """Parameters after each step."""
     settings: list[dict[str, Any]]
-    """Settings of its groups, at the end."""
+    """Settings of the parameter groups at the end."""
     shapes: list[dict[str, Any]]
-    """Shapes of what it keeps for each parameter."""
+    """Shapes of the state of each parameter."""
     random: bool
-    """Whether it has drawn random numbers."""
+    """Whether the optimizer drew random numbers."""
     unsendable: str
-    """What it keeps for a parameter that cannot be sent to another rank, in words; nothing if there is none."""
+    """Description of state that cannot be sent to another rank; empty if there is none."""
 
 
 class _Trial:
@@ -114,9 +114,9 @@ class _Trial:
 
     Args:
         optimizer: The user's optimizer, before it is prepared.
-        dtype: Type of the stand-ins.
+        dtype: Type of the proxies.
         closure: Whether steps are given a closure.
-        with_state: Whether copies begin with the state that the optimizer has.
+        with_state: Whether copies begin with the optimizer's present state.
     """
 
     def __init__(
@@ -126,12 +126,12 @@ class _Trial:
         self._closure, self._with_state = closure, with_state
         self._chosen = _choose(optimizer)
         self.moved = False
-        """Whether a closure was called while parameters were elsewhere than before the step."""
+        """Whether a closure was called while parameters differed from those before the step."""
 
     def verdict(self) -> str | None:
-        """Returns what the trial shows."""
-        places = range(len(self._chosen))
-        together = self._run(set(places), set())
+        """Returns why the optimizer cannot work on shards; None if nothing speaks against it."""
+        indices = range(len(self._chosen))
+        together = self._run(set(indices), set())
         if self.moved:
             return (
                 "evaluates the model within a step, at parameters that it has moved, as SAM does, while other ranks' "
@@ -139,42 +139,42 @@ class _Trial:
             )
         if together.unsendable:
             return f"keeps {together.unsendable}, which cannot go to another rank when its owner dies. {_WHAT_ELSE}"
-        for half in (set(places[::2]), set(places[1::2])):
+        for half in (set(indices[::2]), set(indices[1::2])):
             if not half:
                 continue
-            # The same shapes, and the same random numbers: not a bit may differ.
-            found = self._differs(together, self._run(set(places), set(places) - half), half, 1e-9)
+            # With the same shapes and random numbers, not a bit may differ.
+            found = self._differs(together, self._run(set(indices), set(indices) - half), half, 1e-9)
             if found is None:
                 try:
                     alone = self._run(half, set())
                 except CalledWithinStep:
                     raise
                 except Exception:
-                    continue  # a rank on which it cannot step will say it
-                if any(alone.shapes[place] != together.shapes[place] for place in half):
+                    continue  # if it cannot step on a shard, that rank raises an error then
+                if any(alone.shapes[index] != together.shapes[index] for index in half):
                     return (
                         "keeps the state of several parameters as one, which cannot follow each of them to another "
                         "rank: give every parameter a parameter group of its own"
                     )
-                if not together.random:  # alone it draws others
+                if not together.random:  # alone, it draws other random numbers
                     found = self._differs(together, alone, half, _ROUNDED)
             if found is not None:
                 return f"{found}, but under this policy each rank has the optimizer on its own shard. {_WHAT_ELSE}"
         return None
 
-    def _differs(self, one: _Run, other: _Run, places: set[int], tolerance: float) -> str | None:
+    def _differs(self, one: _Run, other: _Run, indices: set[int], tolerance: float) -> str | None:
         if self._dtype != torch.float64:
             tolerance = max(tolerance, 1e-4)
-        for place in places:
+        for index in indices:
             difference = _relative_difference(
-                [each[place] for each in one.after], [each[place] for each in other.after]
+                [each[index] for each in one.after], [each[index] for each in other.after]
             )
             if not difference <= tolerance:
                 return (
                     "looks beyond single parameters, as by a norm or a mean over all: in a trial on a copy, "
                     f"{min(100 * difference, 999.0):.2g} % of the update of one depended on others"
                 )
-        for number in {self._chosen[place][0] for place in places}:
+        for number in {self._chosen[index][0] for index in indices}:
             for name, value in one.settings[number].items():
                 theirs = other.settings[number].get(name)
                 if isinstance(value, float | torch.Tensor) and not _alike(value, theirs, tolerance):
@@ -185,16 +185,16 @@ class _Trial:
         """Steps a copy.
 
         Args:
-            present: Places of the stand-ins that the copy's groups have.
-            changed: Places of those that have other values and gradients than usual.
+            present: Indices of the proxies that the copy's groups have.
+            changed: Indices of the proxies that have other values and gradients than usual.
         """
         proxies, ways = [], []
-        for place, (_, parameter) in enumerate(self._chosen):
-            chance = torch.Generator().manual_seed(2 * place + (place in changed))
+        for index, (_, parameter) in enumerate(self._chosen):
+            chance = torch.Generator().manual_seed(2 * index + (index in changed))
             shape = tuple(min(length, _LONGEST) for length in parameter.shape)
             proxies.append(nn.Parameter(torch.randn(shape, generator=chance).to(self._dtype)))
-            # Of one direction, so that those that look for progress find some.
-            way = torch.randn(shape, generator=chance) * (50.0 if place in changed else 2.0)
+            # All gradients have one direction, so that optimizers that measure progress find some.
+            way = torch.randn(shape, generator=chance) * (50.0 if index in changed else 2.0)
             ways.append(
                 [(scale * (way + 0.3 * torch.randn(shape, generator=chance))).to(self._dtype) for scale in _SCALES]
             )
@@ -203,7 +203,7 @@ class _Trial:
             group["params"][:] = [proxies[at] for at in sorted(present) if self._chosen[at][0] == number]
         train = getattr(optimizer_copy, "train", None)
         if callable(train):
-            train()  # optimizers that have a mode for evaluation step in the other one only
+            train()  # optimizers with a mode for evaluation step only in training mode
         torch.manual_seed(0)
         after: list[list[torch.Tensor]] = []
         watch = _OperationGuard(_memory(self._optimizer))
@@ -234,13 +234,13 @@ class _Trial:
 
 
 class _OptimizerCopy:
-    """A copy of an optimizer with other parameters. It is not constructed, as nobody knows the arguments.
+    """Copies an optimizer with other parameters. Its constructor is not called, as the arguments are unknown.
 
     Args:
         optimizer: The user's optimizer.
-        chosen: Parameters that have a stand-in, each with the number of its group. The copy has no others.
-        proxies: Small parameters.
-        with_state: Whether it has the optimizer's state of them.
+        chosen: Parameters that have a proxy, each with the number of its group. The copy has no others.
+        proxies: Small parameters that replace the chosen ones.
+        with_state: Whether the copy has the optimizer's state of the chosen parameters.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class _OptimizerCopy:
         self.made: torch.optim.Optimizer = self.of(optimizer)
 
     def of(self, value: Any) -> Any:
-        """Returns the copy of a value: references among all that is copied stay as they are."""
+        """Returns the copy of a value. References between copied values are preserved."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         if isinstance(value, nn.Module):
@@ -274,7 +274,7 @@ class _OptimizerCopy:
         elif isinstance(value, torch.optim.Optimizer):
             made = self._copies[id(value)] = object.__new__(type(value))
             made.__dict__.update({name: self._attribute(name, each) for name, each in vars(value).items()})
-            made.__dict__.pop("step", None)  # of a scheduler, which counts the real one's
+            made.__dict__.pop("step", None)  # a scheduler's wrapper, which counts steps of the real optimizer
         elif type(value) is list:
             made = self._copies[id(value)] = []
             made.extend(self.of(each) for each in value if id(each) not in self._left_out)
@@ -290,7 +290,7 @@ class _OptimizerCopy:
             try:
                 made = copy.deepcopy(value, self._copies)
             except Exception:
-                made = value  # as a process group
+                made = value  # such as a process group
         self._copies[id(value)] = made
         return made
 
@@ -320,7 +320,7 @@ class _OptimizerCopy:
 
 @contextlib.contextmanager
 def _as_before(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Leaves random numbers, and the state of the real optimizer, as they were."""
+    """Restores the random number generators and the state of the real optimizer at the end."""
     states, chance = torch.get_rng_state(), random.getstate()
     kept = set(map(id, optimizer.state))
     try:
@@ -345,7 +345,7 @@ def _choose(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
             kind = kinds.setdefault(each.dim(), [])
             if each.requires_grad and each.numel() and len(kind) < 2:
                 kind.append(each)
-        # Two of a kind are neighbours, of which one is changed.
+        # Two of a kind are adjacent, so that one of them is changed.
         chosen += [(number, each) for kind in kinds.values() for each in kind][:4]
     return chosen[:_MOST_PROXIES]
 
@@ -355,7 +355,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unsendable_state(states: Sequence[Mapping[str, Any]]) -> str:
-    """Returns what of a state cannot be sent, in words; nothing if all can."""
+    """Describes state that cannot be sent to another rank; empty if all can."""
     for state in states:
         for name, value in state.items():
             try:
@@ -374,15 +374,15 @@ def _alike(one: Any, other: Any, tolerance: float) -> bool:
 
 
 def _relative_difference(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    """Returns the largest difference between two ways of a parameter, in parts of how far it went."""
+    """Returns the largest difference between two trajectories of a parameter, relative to how far it moved."""
     way = max(float((left - one[0]).abs().max()) for left in one)
-    # What rounding leaves of a short way says nothing.
+    # Where a parameter hardly moved, the difference is mostly rounding.
     way += 1e3 * torch.finfo(one[0].dtype).eps * float(one[0].abs().max()) + 1e-30
     return max(float((left - right).abs().max()) / way for left, right in zip(one, other, strict=True))
 
 
 def _memory(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Returns the addresses of the memory that a trial must leave alone."""
+    """Returns the addresses of memory that a trial must not write to."""
     found: set[int] = set()
     for group in optimizer.param_groups:
         for each in group["params"]:

@@ -1,9 +1,8 @@
-"""How much each rank owns: as much as every other, by weights that the user gives, or by measured speed.
+"""Shard sizing: each rank's share of the parameters is equal, set by the user's weights, or set by measured speed.
 
-Ranks tell each other in every report how fast their lines and processors are. If other shares would make steps shorter
-by enough, the lowest member asks for a view with the same members. As in every view, shards then move with the
-optimizer's state to where they belong: all members compute the same shares from what they tell each other in its
-beginning. `theory/shards.py` has the formulas.
+Every report has the speed of its sender's bottleneck and processor. If other shares would make steps sufficiently
+shorter, the lowest member requests a view with the same members. When it begins, all members compute the same shares
+from the speeds in the handshake, and the shards move with their optimizer state. `theory/shards.py` has the formulas.
 """
 
 from __future__ import annotations
@@ -21,46 +20,46 @@ from stormtorch.runtime.memory.layout import SHARE_UNITS
 from stormtorch.theory.shards import HostSpeed, ShardTimes
 
 GAIN = 1.1
-"""Before a view is asked for, other shares must promise steps shorter by this factor: a view costs more than a step."""
-# In a view that begins, equal shares or those from before stay if others would gain less than this. It is less than
-# what a view is asked for, because speeds are measured anew until it begins: some views would change nothing otherwise.
+"""Predicted speed-up of a step that is worth requesting a view: a view costs more than a step."""
+# In a view that begins, equal or previous shares stay if others would gain less than this. It is smaller than `GAIN`,
+# because measured speeds change until the view begins, and some views would change nothing otherwise.
 _LEAST_GAIN_IN_VIEW = 1.05
 LEAST_STEPS = 12
-"""Least number of steps from one cut to the next."""
+"""Least number of steps from one repartition to the next."""
 _MOST_STEPS = 400
 _EVERY = 4
 _REMEMBERED = 8
 
 ShardSizes = tuple[int, ...]
-"""Share of each member, in parts of `SHARE_UNITS`."""
+"""Share of each member, in units of 1 / `SHARE_UNITS`."""
 
 
 class Speed(NamedTuple):
-    """Measured speed of one rank, as it travels in reports; 0 where nothing is known."""
+    """Measured speed of one rank, as sent in reports; 0 where unknown."""
 
     up: float = 0.0
-    """Bytes per second that its line carried out."""
+    """Outgoing bytes per second of its bottleneck."""
     down: float = 0.0
-    """Bytes per second that its line carried in."""
+    """Incoming bytes per second of its bottleneck."""
     step_s: float = 0.0
     """Seconds that its processor would need to run the optimizer on all parameters."""
 
     @property
     def known(self) -> bool:
-        """Whether its line was measured."""
+        """Whether the bottleneck was measured."""
         return self.up > 0.0 and self.down > 0.0
 
     def host(self, ranks: int = 1) -> HostSpeed:
-        """Returns the speed of a host with so many ranks like this one.
+        """Returns the speed of a host with `ranks` ranks like this one.
 
-        Its directions count as independent: exchanges that rarely fill both at once do not show whether they share a
-        medium.
+        The two directions count as independent: exchanges rarely fill both at once, so measurements do not show whether
+        they share a medium.
         """
         return HostSpeed(ranks * self.up, ranks * self.down, step_s=self.step_s)
 
 
 def parse_speed(reported: object) -> Speed:
-    """Reads a speed that another rank has told; what makes no sense is unknown."""
+    """Reads a speed that another rank has reported. An invalid one counts as unknown."""
     if not isinstance(reported, Sequence) or len(reported) != len(Speed._fields):
         return Speed()
     speed = Speed(*(float(each) for each in reported))
@@ -69,10 +68,10 @@ def parse_speed(reported: object) -> Speed:
 
 
 class SpeedMeter:
-    """Measures the speed of this rank's line and processor.
+    """Measures the rate of this rank's bottleneck and the speed of its processor.
 
     Args:
-        take_peaks: Returns the most that the line carried since the last call: out, in, and both at once.
+        take_peaks: Returns the peak rates of the bottleneck since the last call: out, in, and both at once.
     """
 
     def __init__(self, take_peaks: Callable[[], tuple[float, float, float]]) -> None:
@@ -82,10 +81,10 @@ class SpeedMeter:
         self._steps_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._began: float | None = None
         self.speed = Speed()
-        """What was last measured."""
+        """The latest measurement."""
 
     def read(self) -> Speed:
-        """Measures, once per round."""
+        """Returns a new measurement. Called once per round."""
         up, down, _ = self._take_peaks()
         for peak, peaks in ((up, self._up), (down, self._down)):
             if peak > 0.0:  # short steps do not fill a window each
@@ -99,25 +98,25 @@ class SpeedMeter:
         self._began = time.perf_counter()
 
     def step_ends(self, share: float, ranks: int) -> None:
-        """Called after it has."""
-        # Of a small share, the time would be that of the call alone.
+        """Called after the user's optimizer has stepped on a share of the parameters."""
+        # On a small share, the overhead of the call would dominate.
         if self._began is not None and 2.0 * share * ranks >= 1.0:
             self._steps_s.append((time.perf_counter() - self._began) / share)
         self._began = None
 
 
 def _second_largest(values: Collection[float]) -> float:
-    """Returns the largest but one, as a single window may hold a burst; the largest of fewer than three, 0 of none."""
+    """Returns the second largest value, as one window may hold a burst; the largest of fewer than three, 0 of none."""
     return sorted(values)[-1 if len(values) < 3 else -2] if values else 0.0
 
 
 class ShardSizing:
-    """Says how much each member owns, and when other shares would pay.
+    """Decides how much each member owns, and when other shares would be worth a view.
 
     Args:
         policy: The user's policy.
-        size_bytes: Bytes of all parameters, as they travel.
-        standbys: Standbys of each shard.
+        size_bytes: Bytes of all parameters in the number format that travels.
+        standbys: Number of standbys of each shard.
         owners: Number of ranks at the start.
         label: Returns the number of a rank in the group that was prepared.
 
@@ -143,7 +142,7 @@ class ShardSizing:
         self._requested_at_step: int | None = None
 
     def at_start(self, members: Sequence[int]) -> ShardSizes | None:
-        """Returns the shares of members of which nothing is known but the user's weights; None is equal ones."""
+        """Returns the shares by the user's weights, before any speed is known; None means equal shares."""
         if self._weights is None:
             return None
         known = len(self._weights)
@@ -158,13 +157,13 @@ class ShardSizing:
         before: Mapping[int, float],
         machines: Sequence[Sequence[int]],
     ) -> ShardSizes | None:
-        """Returns the shares of a view that begins, the same on all members; None is equal ones.
+        """Returns the shares of a view that begins, the same on all members; None means equal shares.
 
         Args:
             members: Ranks of the view.
-            reported: What each member has told of its speed.
+            reported: Speed that each member has reported.
             before: Share of each rank in the view before; empty if they were equal.
-            machines: Places of the members that exchange as one, where exchanges go by machines; otherwise each alone.
+            machines: Indices of the members of each machine if exchanges are hierarchical; otherwise one list for each.
         """
         if not self.measured:
             return self.at_start(members)
@@ -189,7 +188,7 @@ class ShardSizing:
         for indices in machines:
             mine = [speeds[index] for index in indices]
             mean = Speed(*(statistics.fmean(each) for each in zip(*mine, strict=True)))
-            # Its ranks step at the same time, each on its part of what the machine owns.
+            # The ranks of a machine step at the same time, each on its part of the machine's share.
             hosts.append(mean._replace(step_s=max(each.step_s for each in mine) / len(mine)).host(len(mine)))
         times = ShardTimes(hosts, self._size_bytes, self._followers if len(speeds) >= 3 else 0.0)
 
@@ -212,11 +211,11 @@ class ShardSizing:
         step: int,
         since: int,
     ) -> bool:
-        """Whether other shares have promised for some steps to pay, so that the lowest member should ask for a view.
+        """Whether other shares have been worth a view for some steps, so that the lowest member should request one.
 
         Args:
-            speeds: Speed of each member, as told in this round's reports.
-            parts: Shares of the members now; None is equal ones.
+            speeds: Speed of each member, from this round's reports.
+            parts: Current shares of the members; None means equal shares.
             machines: See `decide`.
             step: Number of the step.
             since: Number of the step at which the view began.
@@ -233,7 +232,7 @@ class ShardSizing:
         if self._seen < 2 or self._requested_in_view == since:
             return False
         self._requested_in_view, self._seen = since, 0
-        # Speeds that keep changing are not worth following: each cut soon after another makes the next one wait longer.
+        # Speeds that keep changing are not worth following, so a repartition soon after another doubles the interval.
         soon = self._requested_at_step is not None and step - self._requested_at_step < 10 * self._least_interval_steps
         self._least_interval_steps = min(2 * self._least_interval_steps, _MOST_STEPS) if soon else LEAST_STEPS
         self._requested_at_step = step
@@ -241,7 +240,7 @@ class ShardSizing:
 
 
 def rounded(shares: Sequence[float]) -> ShardSizes | None:
-    """Returns shares, of any sum, in parts of `SHARE_UNITS`; None if they are all equal, or nothing."""
+    """Returns shares, of any sum, in units of 1 / `SHARE_UNITS`; None if all are equal or the sum is 0."""
     total = sum(shares)
     if not total > 0.0 or all(each == shares[0] for each in shares):
         return None
@@ -250,12 +249,12 @@ def rounded(shares: Sequence[float]) -> ShardSizes | None:
 
 
 def indices_by_machine(members: Sequence[int], machines: Mapping[int, str], *, hierarchy: bool) -> list[list[int]]:
-    """Returns the places of members that exchange as one machine; each member alone where none do.
+    """Returns the indices of the members of each machine; each member alone if exchanges are not hierarchical.
 
     Args:
         members: Ranks of a view.
         machines: Machine of each rank; empty where it is unknown.
-        hierarchy: Whether exchanges go by machines where these allow it.
+        hierarchy: Whether exchanges are hierarchical where the layout of machines allows it.
     """
     found: dict[str, list[int]] = {}
     for index, rank in enumerate(members):
@@ -268,7 +267,7 @@ def indices_by_machine(members: Sequence[int], machines: Mapping[int, str], *, h
 
 
 def describe_sizes(parts: ShardSizes | None, labels: Sequence[int]) -> str:
-    """Says in words how much each member owns."""
+    """Describes how much each member owns."""
     if parts is None:
         return "all ranks own equal shares"
     reported = ", ".join(f"rank {label} {part / SHARE_UNITS:.1%}" for label, part in zip(labels, parts, strict=True))
@@ -276,5 +275,5 @@ def describe_sizes(parts: ShardSizes | None, labels: Sequence[int]) -> str:
 
 
 def received_speed(each: Mapping[str, Any]) -> Speed:
-    """Returns the speed in what a rank has told when a view began."""
+    """Returns the speed that a rank reported in the handshake of a view."""
     return parse_speed(each.get("speed"))

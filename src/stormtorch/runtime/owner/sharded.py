@@ -1,4 +1,4 @@
-"""A session under an `OwnerPolicy`: gradients go to their owners, owners step, and parameters go to everyone."""
+"""The sharded session under an `OwnerPolicy`, as in ZeRO: reduce-scatter of gradients, owners step, all-gather."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ShardedSession(Session):
         self._standbys = policy.standby if can_follow(optimizer) else 0
         if self._standbys < policy.standby and group.rank == 0:
             _log.warning(
-                "rank 0: %s has another optimizer within itself, which a standby cannot repeat: shards have none, as "
+                "rank 0: %s wraps another optimizer, whose steps a standby cannot repeat: shards have no standby, as "
                 "with standby=0",
                 type(optimizer).__name__,
             )
@@ -87,17 +87,17 @@ class ShardedSession(Session):
         self._exchanging = self._step_pending = self._round_skipped = False
         self._calls_made = False
         self._retained: dict[int, RetainedShards] = {}
-        """What this rank had in the last settled view, and has got for later ones, while a view begins."""
+        """While a view begins: this rank's shards in the last settled view, and those received for later ones."""
         self._standby: Standby | None = None
         self._used: list[bool] = []
         self._seeds = 0, 0
         self._moves = 0
-        """How often the optimizer's methods have moved parameters outside steps."""
+        """Number of calls of optimizer methods that moved parameters outside steps."""
         self._undo: Callable[[], None] | None = None
-        """Undoes it, while this rank waits for the others to do so."""
+        """Undoes the latest of these moves, while this rank waits for the others to make it."""
         self._resync = Resync.NOTHING
         self._exchanged = -1
-        """Number of the step whose gradients were last exchanged, or are exchanged now."""
+        """Number of the step whose gradients were exchanged last, or are in flight."""
         self._round_reports = rounds = RoundReports(self, optimizer, policy)
         newcomer = self.membership.newcomer
         if not newcomer:
@@ -120,7 +120,12 @@ class ShardedSession(Session):
         self._begin_view(self._first_followed())
 
     def _repartition(self, partition: Partition, masters: Sequence[torch.Tensor] | None = None) -> None:
-        """Gives every bucket its shards in a view; `masters` are the float32 values of this rank's."""
+        """Partitions every bucket as a view needs it.
+
+        Args:
+            partition: The view's partition.
+            masters: Float32 values of this rank's shard, by bucket.
+        """
         place = partition.members.index(self.group.transport.rank)
         self._partitioner.now = partition
         for bucket, layout in zip(self.buckets, partition.layouts, strict=True):
@@ -130,7 +135,7 @@ class ShardedSession(Session):
             bucket.repartition(layout, place, values)
 
     def _begin_view(self, followed: ShardState | None) -> None:
-        """Makes all that depends on the number of ranks. Buckets have their shards already."""
+        """Makes everything that depends on the number of ranks. Buckets are partitioned already."""
         rounds, policy, buckets = self._round_reports, self.policy, self.buckets
         rounds.begin_view(buckets)
         members_group = rounds.members_group
@@ -170,20 +175,20 @@ class ShardedSession(Session):
         self._make_calls(rounds.barrier())
 
     def _layout(self, channels: Sequence[Group]) -> list[NodeLayout] | None:
-        """Returns how the exchanges of these channels go by machines; None if everything goes from rank to rank.
+        """Returns the hierarchical layout of these channels over machines; None if exchanges are flat.
 
-        An exchange of gradients in which a rank is lost is repeated in the next view, and the next view gives everyone
-        all parameters: so nobody keeps what a rank took with it that others of its machine had sent, or waited for.
+        A rank that dies may lose what others of its machine have sent through it. This does no lasting harm: the next
+        view repeats the exchange of gradients, and gathers all parameters on every rank.
         """
         return self.node_layout(channels) if self._goes_by_machines() else None
 
     def _goes_by_machines(self) -> bool:
-        """Whether exchanges go by machines, where the machines allow it."""
+        """Whether exchanges are hierarchical where the layout of machines allows it."""
         policy = self.policy
-        # What a policy sends depends on the link to each owner, or each rank makes something else of what came.
+        # These policies treat each link by itself: what they send or store depends on the pair of ranks.
         by_link = policy.weighs or overrides(policy, "accept")
         length = sum(bucket.layout.elements * bucket.dtype.itemsize for bucket in self.buckets)
-        # A deadline counts from when a rank begins. By machines, one slow rank would make its whole machine late.
+        # A deadline counts from when a rank begins: in a hierarchy, one slow rank would make its whole machine late.
         timed = any(each is not None for each in (policy.up.deadline_s, policy.down.deadline_s, policy.deadline))
         return policy.hierarchy and not by_link and not timed and is_worthwhile(length)
 
@@ -197,7 +202,7 @@ class ShardedSession(Session):
             barrier,
             steps=lambda: self.steps,
             ready=lambda: self._shards.settled and not self._applying_view,
-            # From its exchange of gradients to its end, this rank waits for others within the step.
+            # Between its exchange of gradients and the end of the step, this rank waits for others within the step.
             mid_step=lambda: self._exchanged == self.steps and not is_elsewhere(),
             serve=lambda call: self._full_state.serve_call(call, self._calls.group),
             due=lambda: self.iterations.due(self),
@@ -236,10 +241,10 @@ class ShardedSession(Session):
                 self._standby.sent(bucket)
 
     def _report_missing_norm(self, gone: Sequence[int]) -> None:
-        """Notes that a norm lacks shards: nobody else has the gradients of a rank that died after their averaging."""
+        """Records that a norm lacks shards: averaged gradients of a rank that died exist on no other rank."""
         words = (
             f"the norm of the gradients of step {self.steps} lacks the shard of rank "
-            f"{', '.join(str(self.label(rank)) for rank in gone)}, which is gone: what is clipped by it is clipped less"
+            f"{', '.join(str(self.label(rank)) for rank in gone)}, which is gone: clipping by it clips too little"
         )
         self._row.events.append(words)
         _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
@@ -247,7 +252,7 @@ class ShardedSession(Session):
     def _finish(self) -> None:
         self._parameter_barrier.open()
         began = time.perf_counter()
-        # Keep events: an earlier backward of this step, or the beginning of a view, may have left some.
+        # Keep events: an earlier backward of this step, or a view that began, may have recorded some.
         self._row = LedgerRow(self.steps, events=self._row.events, view_wait_s=self._row.view_wait_s)
         self._exchanging = True
         self.iterations.begin(self)
@@ -268,21 +273,21 @@ class ShardedSession(Session):
         self._row.gradient_wait_s = time.perf_counter() - began
 
     def _drop_gradients(self) -> None:
-        """Forgets this rank's gradients: it comes back with other parameters, and others got its samples."""
+        """Drops this rank's gradients: it returns with other parameters, and other ranks have taken its samples."""
         for bucket in self.buckets:
             bucket.grads.zero_()
             bucket.finite = True
         self.scaling.left_out()
 
     def _skip_round(self) -> None:
-        """Leaves out a round and the step: the others have gone on without this rank, which comes in with a turn."""
+        """Skips a round and its step: the others have made it without this rank, which joins at the next iteration."""
         self._drop_gradients()
         self._gradients.repartition()
         self._shards.clear_gradients()
         self._round_skipped = self._norms.idle = True
 
     def _round(self, row: LedgerRow) -> bool:
-        """Ends the exchange of gradients and reports. Returns False if another view begins with it."""
+        """Completes the exchange of gradients and reports. Returns False if it was aborted because a view begins."""
         if self.iterations.wants_view(self):
             self._reduction.abort()
             return False
@@ -332,19 +337,19 @@ class ShardedSession(Session):
         return True
 
     def _is_finite(self) -> bool:
-        """Whether the gradients that this rank gives are finite."""
-        # Personal ones count, too: a GradScaler that finds one of them infinite skips the step, and then all must.
+        """Whether the gradients that this rank contributes are finite."""
+        # Personal ones count, too: a GradScaler that finds one of them infinite skips the step, so all ranks must.
         own = (each.grad for each in self.personal if each.grad is not None)
         return self._reduction.finite() and all(bool(each.isfinite().all()) for each in own)
 
     def _shard_report(self) -> ShardReport:
-        """Returns what this rank reports of its shard."""
+        """Returns this rank's report on its shard, for the standby."""
         if self._standby is None:
             return NO_SHARD
         return self._standby.report(self._shards.shard_state(), self.steps)
 
     def _follow(self, standby: Standby, own: ShardReport, reports: Mapping[int, Report], row: LedgerRow) -> None:
-        """Has the standby repeat the owner's last step, and look whether it is equal."""
+        """Has the standby repeat the owner's last step, and compares the results."""
         standby.follow()
         found = reports.get(standby.shard)
         owner = NO_SHARD if found is None else found.shard
@@ -353,22 +358,22 @@ class ShardedSession(Session):
         if not standby.compare(owner, self._resync, self.steps):
             label = self.labels()[standby.shard]
             words = (
-                f"this rank's standby of the shard of rank {label} had become different from it, as if {label}'s "
-                f"{type(self.optimizer).__name__} could not be repeated here, and is given a copy of it"
+                f"this rank's standby of the shard of rank {label} differs from it, as if the steps of rank {label}'s "
+                f"{type(self.optimizer).__name__} could not be repeated here: the standby receives a new copy"
             )
             row.events.append(words)
             if standby.mismatches == 1:
                 _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
 
     def _on_reports(self, reports: Mapping[int, Report], row: LedgerRow) -> None:
-        """Called with the reports of a round that is complete, for subclasses."""
+        """Called with the reports of each complete round. For subclasses."""
 
     def _labelled(self, fractions: Mapping[int, float]) -> dict[int, float]:
         labels = self.labels()
         return {labels[place]: fraction for place, fraction in fractions.items()}
 
     def _set_gradients(self, used_P: torch.Tensor, not_finite: bool) -> None:
-        """Gives gradients to the optimizer, and to parameters that only other ranks have used."""
+        """Sets the averaged gradients in the optimizer, also of parameters that only other ranks have used."""
         # If one rank's gradients are not finite, every rank must see that, so that GradScaler skips the step on all.
         self._used = used_P.tolist()
         self._shards.assign_gradients(self._used, finite=not not_finite)
@@ -377,7 +382,7 @@ class ShardedSession(Session):
     # --- the step, and stage 2 --------------------------------------------------------------------------------------
 
     def complete_gradients(self) -> None:
-        """Ends the exchange of gradients, unless `no_sync` forbids it."""
+        """Completes the exchange of gradients, unless `no_sync` forbids it."""
         if self._gradients.syncing:
             self._gradients.complete()
 
@@ -392,7 +397,7 @@ class ShardedSession(Session):
         self._ready_step()
 
     def _ready_step(self) -> None:
-        """Gets everything ready for the optimizer's step on this rank's shard."""
+        """Prepares the optimizer's step on this rank's shard."""
         self._parameter_barrier.open()
         self._calls.forget()
         with torch.no_grad():
@@ -410,11 +415,11 @@ class ShardedSession(Session):
         self._partitioner.step_begins()
 
     def gradients_final(self, *, within: bool = False) -> None:
-        """Takes the gradients for the standby, as the optimizer is about to use them."""
+        """Passes the final gradients to the standby, as the optimizer is about to use them."""
         if self._round_skipped:
             return
         if within:
-            self._ready_step()  # anew, as another view may have begun
+            self._ready_step()  # again, as another view may have begun
         self.settle_gradients()
         if self._standby is not None:
             self._standby.take(self._used, self._seeds, self._resync, self._shards.shard_state())
@@ -422,20 +427,20 @@ class ShardedSession(Session):
                 self._standby.send()
 
     def settle_gradients(self) -> None:
-        """Takes what the program has made of its gradients since backward, for the optimizer."""
+        """Copies the program's changes of its gradients since backward to the optimizer."""
         if self._gradients.reduced:
             self._gradients.settle()
             before, self._used = self._used, self._gradients.present(self._used)
             self._shards.settle_gradients(before, self._used)
 
     def closure_begins(self) -> None:
-        """Lets the program compute gradients within the optimizer's step, with its own random numbers."""
+        """Called when the optimizer calls its closure, which must draw the program's own random numbers."""
         if self._standby is not None:
             self._standby.release()
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Begins the broadcast, with the buckets first that forward needs first."""
+        """Begins the broadcast of the buckets, in the order in which forward needs them."""
         self._step_pending = False
         if self._round_skipped:
             self._round_skipped = self._norms.idle = False
@@ -484,10 +489,10 @@ class ShardedSession(Session):
         self._feedback.watch(row)
         self.ledger.add(row)
 
-    # --- ranks that come and go --------------------------------------------------------------------------------------
+    # --- views: ranks that join and leave ----------------------------------------------------------------------------
 
     def is_between_steps(self) -> bool:
-        """Whether this rank is between two steps: it exchanges nothing, and begins no view."""
+        """Whether this rank is between two steps, with no exchange in flight and no view beginning."""
         return self._parameter_barrier.is_open and not (self._exchanging or self._applying_view or self._step_pending)
 
     @property
@@ -496,7 +501,7 @@ class ShardedSession(Session):
         return not self._step_pending
 
     def switch(self) -> None:
-        """Begins the latest view before another session's round. Backward may have begun this one's."""
+        """Applies the latest view before another session's round. Backward may have begun a round of this session."""
         begun = [bucket for bucket in self.buckets if self._gradients.started(bucket)] if self._exchanging else []
         if begun:
             self._reduction.abort()
@@ -506,7 +511,7 @@ class ShardedSession(Session):
             self._reduce(bucket)
 
     def begin_latest(self) -> bool:
-        """Moves shards, with the optimizer's state, to where the latest view wants them."""
+        """Moves shards, with the optimizer's state, to their owners in the latest view."""
         if not self.membership.newcomer:
             self._parameter_barrier.open()
             if not self._retained:
@@ -547,9 +552,9 @@ class ShardedSession(Session):
         return RetainedShards(partition, self._shards.shard_state(), followed, ages, *flags)
 
     def _try_view(self, latest: Any) -> bool | None:
-        """Moves shards to where they belong in a view.
+        """Moves shards to their owners in a view.
 
-        Returns whether this rank held a part of what the members had before; None if another view has come meanwhile.
+        Returns whether this rank had state of the view before; None if another view has superseded this one.
         """
         membership, rank = self.membership, self.group.transport.rank
         base, round_ = membership.base(latest)
@@ -594,7 +599,7 @@ class ShardedSession(Session):
                     shard_state.clear_pruned(self.buckets)
             self._begin_view(moved.followed)
             self._retained[latest.number] = self._retained_state()
-            # Averaged gradients of an earlier backward of this step stay good where shards stay what they were.
+            # Averaged gradients of an earlier backward of this step stay valid if the partition has not changed.
             cuts = zip(before.layouts, after.layouts, strict=True)
             same = held is not None and before.members == after.members and all(o.spans == n.spans for o, n in cuts)
             self._gather_all_parameters(handshake, members, same=same)
@@ -609,9 +614,9 @@ class ShardedSession(Session):
         return held is not None
 
     def _gather_all_parameters(self, handshake: Handshake, members: Sequence[int], *, same: bool) -> None:
-        """Gives every member all parameters, and newcomers what else they need."""
+        """Gathers all parameters on every member, and sends newcomers the rest of the model and settings."""
         if not same and self._gradients.repartition():
-            words = f"the gradients of earlier backwards of step {self.steps} are lost: shards were cut anew within it"
+            words = f"the gradients of earlier backwards of step {self.steps} are lost: shards were repartitioned in it"
             self._row.events.append(words)
             _log.warning("rank %d: %s", self.label(self.group.transport.rank), words)
         with self._calls.serving_paused():
@@ -627,22 +632,22 @@ class ShardedSession(Session):
         self._buffers.remember()
 
     def _tell(self, before: Partition, after: Partition, moved: MoveResult, handshake: Handshake) -> None:
-        """Notes in the ledger, and logs, who has come and gone, and what has gone with them."""
+        """Records and logs which ranks have joined and left, and what was lost with them."""
         reported = [self.describe_view_change(before.members, after.members, handshake.newcomers(after.members))]
         reported += self._partitioner.reported(before)
         reported += [
             f"the shard of rank {self.label(before.members[shard])} had no standby left: its parameters are the "
-            "freshest copy, and the optimizer's state of it and of parameters that reach into it begins anew"
+            "freshest copy, and the optimizer's state of it and of parameters that reach into it is reset"
             for shard in moved.lost
         ]
         reported += [
-            f"the last update of the shard of rank {self.label(before.members[shard])} is lost: the rank was gone "
-            "before its standby had it"
+            f"the last update of the shard of rank {self.label(before.members[shard])} is lost: the rank died before "
+            "its standby received it"
             for shard in moved.late
         ]
         reported += [
             f"the shard of rank {self.label(before.members[shard])} goes on from a standby that was not equal to it: "
-            "it lacks what the program has changed since the last step, or steps that could not be repeated"
+            "it lacks the program's changes since the last step, or steps that could not be repeated"
             for shard in moved.unequal
         ]
         for words in reported:
@@ -652,7 +657,7 @@ class ShardedSession(Session):
 
     @torch.no_grad()
     def shard_prints(self) -> dict[int, list[int]]:
-        """Returns fingerprints of this rank's shard and of the one that it follows, by the rank that owns each."""
+        """Returns fingerprints of this rank's shard and of the one that it follows, by owner."""
         self._parameter_barrier.open()
         members, found = self.view.members, {}
         if self._standby is not None:
@@ -664,18 +669,18 @@ class ShardedSession(Session):
     # --- for the user -----------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Forgets all gradients."""
+        """Clears all gradients."""
         self._gradients.clear(set_to_none)
         self._shards.clear_gradients()
         self.forget_personal(set_to_none=set_to_none)
-        self._step_pending = False  # a step that was skipped will not come
+        self._step_pending = False  # the program skips this step
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context within which backward exchanges nothing."""
         return self._gradients.no_sync()
 
     def arriving(self) -> bool:
-        """Whether parameters are on their way."""
+        """Whether parameters are in flight."""
         return not self._parameter_barrier.is_open
 
     def wait(self) -> None:
@@ -693,7 +698,7 @@ class ShardedSession(Session):
     def moves(self, method: Callable[[], Any]) -> Any:
         """Calls a method that may move parameters, on all ranks: each moves its own shard and the one that it follows.
 
-        At any time a rank has moved both or none, so nobody needs what one that dies meanwhile has moved.
+        At any time a rank has moved both or none, so the others can go on if it dies meanwhile.
         """
         self.wait()
         while True:
@@ -712,7 +717,7 @@ class ShardedSession(Session):
                 return result
 
     def _undoing(self) -> Callable[[], None]:
-        """Returns what undoes a move that is about to be made."""
+        """Returns a function that undoes a move that is about to be made."""
         standby, optimizer = self._standby, self.optimizer
         own = [(each, each.clone()) for each in self._shards.shard_state().masters]
         followed = None if standby is None else standby.kept()
@@ -734,10 +739,10 @@ class ShardedSession(Session):
         return undo
 
     def _all_moved(self) -> bool:
-        """Waits until all ranks have moved their shards, and gives everyone all parameters.
+        """Waits until all ranks have moved their shards, and gathers all parameters on every rank.
 
-        Where a rank is gone, a view begins with what has moved, and gives it to everyone. If a rank enters it that has
-        not moved its own, none has gone on: they undo it. Returns False if that has happened here.
+        If a rank is gone, a view begins and gathers the moved parameters. If a member of that view has not moved its
+        shard yet, no rank has completed the call, and all others undo it. Returns False if this rank has undone it.
         """
         try:
             with in_call("the optimizer's train() or eval()"):
@@ -756,7 +761,7 @@ class ShardedSession(Session):
 
     @torch.no_grad()
     def synchronise(self, call: int = EXACT_MODEL) -> None:
-        """Gives this rank the owners' parameters and the mean of all ranks' floating-point buffers."""
+        """Gathers the owners' parameters and the mean of all ranks' floating-point buffers on this rank."""
         with in_call(NAMES[call]):
             self._parameter_barrier.open()
 
@@ -773,14 +778,14 @@ class ShardedSession(Session):
         self._call(call, gather_parameters)
 
     def _call(self, call: int, work: Callable[[object], T]) -> T:
-        """Makes a call together with all members, again from the start whenever another view begins meanwhile.
+        """Makes a collective call with all members; starts again if another view begins meanwhile.
 
         Args:
             call: Number of the call.
-            work: Does it, given the result if this rank has already taken part in it.
+            work: Does it, given the result if this rank has already served this call for others.
 
         Raises:
-            StormError: A view begins between backward and step, when nobody could hand over averaged gradients.
+            StormError: A view begins between backward and step, when averaged gradients cannot be transferred.
         """
         while True:
             try:
@@ -789,8 +794,8 @@ class ShardedSession(Session):
             except Interrupted as error:
                 if self._step_pending:
                     raise StormError(
-                        f"rank {self.label(self.group.transport.rank)}: a rank is gone, and {NAMES[call]} cannot end "
-                        "between backward() and step(): call it after step()"
+                        f"rank {self.label(self.group.transport.rank)}: a rank is gone, and {NAMES[call]} cannot "
+                        "complete between backward() and step(): call it after step()"
                     ) from error
             self.iterations.change(self)
 
@@ -799,7 +804,7 @@ class ShardedSession(Session):
         """Copies loaded parameters to the float32 values that the optimizer works on."""
         self._parameter_barrier.open()
         self._calls.forget()
-        self._retained.clear()  # what is loaded counts from now on
+        self._retained.clear()  # superseded by the loaded values
         for bucket in self.buckets:
             bucket.adopt()
         if self._standby is not None:
@@ -811,15 +816,15 @@ class ShardedSession(Session):
         """Returns the state dict of the whole optimizer, gathered from all owners."""
 
         def gather(kept: object) -> dict[str, Any]:
-            # Asked anew: the beginning of a view gives this rank another part.
+            # Read the state here, on every attempt: a view that begins gives this rank another shard.
             return self._full_state.optimizer_state(plain_state(self.optimizer), kept, self._calls.group)
 
         return self._call(OPTIMIZER_STATE, gather)
 
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """Returns this rank's part of a state dict of the whole optimizer."""
+        """Returns this rank's shard of a state dict of the whole optimizer."""
         self._calls.forget()
-        self._retained.clear()  # what is loaded counts from now on
+        self._retained.clear()  # superseded by the loaded values
         local = self._shards.scatter(whole)
         for bucket in self.buckets:
             bucket.settle()

@@ -1,4 +1,4 @@
-"""Sessions under a `RankPolicy`: every rank runs the optimizer, and models or gradients are averaged.
+"""Replicated sessions under a `RankPolicy` (as DDP, local SGD): every rank runs the optimizer on its own model.
 
 Begin with `replicated.py`; `averages.py` has both stages of an exchange.
 """

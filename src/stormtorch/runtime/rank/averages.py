@@ -1,4 +1,4 @@
-"""The exchanges of a `RankPolicy`: a vector per bucket goes to the owners of its shards, and answers come back."""
+"""All-reduce, or reduce-scatter and all-gather, of a `RankPolicy`: buckets go to shard owners, answers come back."""
 
 from __future__ import annotations
 
@@ -32,50 +32,50 @@ Vectors = Callable[[Bucket], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass
 class Participation:
-    """What all ranks have done for a round that begins."""
+    """How this rank takes part in a round."""
 
     weight: float = 1.0
-    """How much this rank counts."""
+    """Weight of this rank's contribution."""
     takes: bool = True
-    """Whether it accepts what comes of the round."""
+    """Whether this rank accepts the result."""
     all_weights: Pending | None = None
-    """Tells every rank the weights of all; None if all of them are 1."""
+    """All-gather of all ranks' weights; None if all of them are 1."""
     weights_N: list[torch.Tensor] = field(default_factory=list)
     """Memory for the weights, one element for each rank."""
     partner: int = -1
-    """Place of the rank that this one meets, where ranks meet in pairs."""
+    """Position of this rank's partner, under a policy that exchanges in pairs."""
 
     def weights(self) -> torch.Tensor:
-        """Returns the weights of all ranks, once these are known."""
+        """Returns the weights of all ranks, once `all_weights` is complete."""
         return torch.cat(self.weights_N)
 
 
 @dataclass
 class _BucketExchange:
-    """The exchange of one bucket that is under way."""
+    """A running exchange of one bucket."""
 
     group: Group
     participation: Participation
     begun: Future[Sequence[Pending]] | Sequence[Pending]
-    """What has begun: both stages at once, or the first one and what follows it, or the messages of a pair."""
+    """Running operations: one all-reduce, or the answer stage after the first stage, or a pair's messages."""
     fused: bool = False
     """Whether one all-reduce does both stages."""
     mean: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """Memory for the owner's mean of what arrived."""
     parts: list[torch.Tensor] = field(default_factory=list)
-    """What this rank has sent to each owner, unweighted, where the policy is told what has arrived of it."""
+    """What this rank has sent to each owner, unweighted; only if the policy needs it."""
     messages: list[torch.Tensor] = field(default_factory=list)
-    """Memory for what each rank sends of this owner's shard, where the engine does not add it up."""
+    """Memory for each rank's message of this owner's shard; only if the engine does not sum them."""
     seed: int = 0
     """Seed of the offsets of the wire's grids."""
     up: list[ExchangeResult] = field(default_factory=list)
-    """Arrivals of the first stage, once it has ended."""
+    """Results of the first stage, once it is complete."""
     receive_buffers: list[torch.Tensor] = field(default_factory=list)
     """Memory for the answer of each owner, or for the partner's message."""
     known_C: list[torch.Tensor] = field(default_factory=list)
-    """For each owner, memory for flags that say which of this rank's chunks have reached it."""
+    """For each owner, memory for a mask of this rank's chunks that have reached it."""
     combined: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """Memory for what the owner that this rank follows has combined."""
+    """Memory for the combined values of the owner that this rank follows."""
 
 
 AnyWire = Wire | SparseWire
@@ -84,7 +84,7 @@ AnyWire = Wire | SparseWire
 def wires_of(
     policy: RankPolicy, buckets: Sequence[Bucket], chunk_bytes: int
 ) -> tuple[Sequence[AnyWire], Sequence[AnyWire]]:
-    """Returns how the vector of each bucket goes up, and how answers come down: not in a wider format than its own."""
+    """Returns each bucket's number formats, to owners and back: never wider than the bucket's own dtype."""
     if policy.codes is not None:
         up, down = ([SparseWire(code, chunk_bytes)] * len(buckets) for code in policy.codes)
         return up, down
@@ -95,9 +95,10 @@ def wires_of(
 class Averages:
     """The exchanges of one session.
 
-    Where the policy is a plain mean, one all-reduce does both stages and sends on each chunk as soon as it is complete.
-    Otherwise the policy's functions run between a reduce-scatter and an all-gather, on a background thread, so that
-    other ranks get their answers whatever this one does meanwhile. Ranks that meet in pairs send each other all.
+    For a plain mean, one all-reduce does both stages and forwards each chunk as soon as it is complete. For other
+    policies, the policy's functions run between a reduce-scatter and an all-gather. They run on a background thread, so
+    that other ranks get their answers while this rank computes. Ranks that exchange in pairs send each other the whole
+    vector.
 
     Args:
         policy: The user's policy.
@@ -106,8 +107,8 @@ class Averages:
         order: Starts exchanges once data has left the GPU.
         group: All ranks.
         memories: What the policy remembers.
-        reports: Group in which owners tell ranks what has arrived of what they sent.
-        following: Group in which standbys follow owners.
+        reports: Groups, by bucket, in which owners report to ranks which of their chunks arrived.
+        following: Groups, by bucket, in which standbys follow owners.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Averages:
         self.losses = [0.0] * size
         """Measured loss of what this rank sends to each rank."""
         self.present = size
-        """Number of ranks that are there, as far as is known."""
+        """Number of ranks present, as far as is known."""
         self.effective_batch = 1.0
         self.variance_inflation = 1.0
         self._all = group
@@ -141,7 +142,7 @@ class Averages:
         self._reports, self._following = reports, following
         self._relays = Relays(group.transport)
         self._wires, self._answers = wires_of(policy, buckets, group.transport.chunk_bytes)
-        # A model that is rounded at every exchange would never move by less than that: ranks keep what rounding took.
+        # Rounding at every exchange would swallow updates smaller than a rounding step: ranks keep the residual.
         self._keeps = policy.sends == "parameters" and policy.wire.is_floating_point and policy.codes is None
         changed = any(overrides(policy, name) for name in ("send", "combine", "update", "accept", "sent"))
         self._plain = not (changed or policy.delay or policy.pace == "fastest" or policy.exchanges_in_pairs)
@@ -160,7 +161,7 @@ class Averages:
         return self._plain and all(self._wires[each.index].dtype == each.dtype for each in self._buckets)
 
     def clear(self) -> None:
-        """Learns from all counts how long to wait, and resets them."""
+        """Updates the adaptive deadlines from all counts, and resets the counts."""
         self._up_deadline.learn(self.up)
         self._down_deadline.learn(self.down)
         self.up.clear()
@@ -175,7 +176,7 @@ class Averages:
         Args:
             bucket: The bucket.
             group: All ranks, in the order in which they own the shards.
-            participation: What the ranks have done for this round.
+            participation: How this rank takes part in the round.
             seed: Seed of the offsets of the wire's grids.
         """
         vector, host = self._vectors(bucket)
@@ -193,7 +194,12 @@ class Averages:
                     return collectives.all_reduce(group, host, Op.AVG, reliability=reliability, share=share)
 
                 begun = self._order.begin(lambda: [begin()], events)
-                self._rounds[bucket.index] = _BucketExchange(group, participation, begun, True)  # type: ignore[arg-type]  # it holds what `begin` returns
+                self._rounds[bucket.index] = _BucketExchange(
+                    group,
+                    participation,
+                    begun,  # type: ignore[arg-type]  # it holds what `begin` returns
+                    True,
+                )
                 return
             for moment in events:
                 moment.synchronize()
@@ -203,7 +209,7 @@ class Averages:
                 self._rounds[bucket.index] = self._reduce(bucket, group, host, participation, seed)
 
     def _sent(self, bucket: Bucket, part: torch.Tensor, first: int, loss: float) -> torch.Tensor:
-        """Returns what the policy sends of a part of a bucket, in memory that training does not change."""
+        """Returns the values that the policy sends for a part of a bucket, in memory that training does not change."""
         policy, wire = self._policy, self._wires[bucket.index]
         if not overrides(policy, "send"):
             return part.clone() if policy.delay else part
@@ -218,12 +224,12 @@ class Averages:
         if participation.partner == group.rank:
             return _BucketExchange(group, participation, ())
         message = wire.encode(self._sent(bucket, host, 0, self.losses[participation.partner]), seed)
-        room = wire.room(host.numel())
+        buffer = wire.room(host.numel())
         begun = (
             collectives.send(group, message, participation.partner, reliability=up),
-            collectives.receive(group, room, participation.partner, reliability=up),
+            collectives.receive(group, buffer, participation.partner, reliability=up),
         )
-        return _BucketExchange(group, participation, begun, receive_buffers=[room])
+        return _BucketExchange(group, participation, begun, receive_buffers=[buffer])
 
     def _reduce(
         self, bucket: Bucket, group: Group, host: torch.Tensor, participation: Participation, seed: int
@@ -261,11 +267,11 @@ class Averages:
         return round_
 
     def _by_messages(self, wire: AnyWire) -> bool:
-        """Whether an owner reads each rank's message: the engine knows no sparse ones, and tells not how it rounds."""
+        """Whether an owner decodes each message: the engine has no sparse format, and does not report rounding."""
         return isinstance(wire, SparseWire) or (wire.grids and self._policy.reports)
 
     def _add_up(self, wire: AnyWire, round_: _BucketExchange) -> torch.Tensor:
-        """Adds up the messages of all ranks, and returns how many copies of each chunk there are."""
+        """Averages the messages of all ranks, and returns how many copies of each chunk arrived."""
         group, sums = round_.group, torch.zeros_like(round_.mean)
         counts_C = torch.zeros(wire.chunks(sums.numel()), device="cpu")
         for peer, (rank, message) in enumerate(zip(group.ranks, round_.messages, strict=True)):
@@ -282,10 +288,10 @@ class Averages:
         round_.mean.copy_(sums)
         return counts_C
 
-    # --- what owners do -----------------------------------------------------------------------------------------------
+    # --- owners -------------------------------------------------------------------------------------------------------
 
     def _send_answer(self, bucket: Bucket, round_: _BucketExchange, call: CallContext) -> Sequence[Pending]:
-        """Makes this rank's answer of what arrived, and begins to send it."""
+        """Computes this owner's answer from the contributions that arrived, and begins to send it."""
         wire, policy, group = self._wires[bucket.index], self._policy, round_.group
         mean, counts_C = self._mean(bucket, round_)
         value = chunked(policy.combine, wire.per_chunk, [mean], [counts_C, self.present])
@@ -342,14 +348,14 @@ class Averages:
         return mean, (weights > 0.0).float() @ arrived_NC
 
     def _send_to_standby(self, bucket: Bucket, round_: _BucketExchange, combined: torch.Tensor) -> list[Pending]:
-        """Sends what was combined to the standby of this rank's shard, and receives that of the shard before."""
+        """Sends combined values to this shard's standby, and receives those of the shard that this rank follows."""
         group = self._following[bucket.index]
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         round_.combined = torch.empty(bucket.spans[before][1], dtype=torch.float32, device="cpu")
         return [collectives.send(group, combined, after), collectives.receive(group, round_.combined, before)]
 
     def _report(self, bucket: Bucket, round_: _BucketExchange) -> Pending:
-        """Tells every rank which of its chunks have reached this owner."""
+        """Reports to every rank which of its chunks have reached this owner."""
         wire, group = self._wires[bucket.index], self._reports[bucket.index]
         spans = bucket.spans
         arrived_masks = []
@@ -358,14 +364,14 @@ class Averages:
                 arrived_masks.append(torch.ones(wire.chunks(spans[group.rank][1]), dtype=torch.uint8, device="cpu"))
             else:
                 arrived_masks.append(round_.up[0].mask(rank).to(torch.uint8))
-        # What does not come is not known to have arrived.
+        # A missing report counts as "not arrived".
         round_.known_C = [torch.zeros(wire.chunks(count), dtype=torch.uint8, device="cpu") for _, count in spans]
         return collectives.all_to_all(group, round_.known_C, arrived_masks)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def finish(self, bucket: Bucket) -> None:
-        """Waits until a bucket's vector holds what the policy accepts of the answers."""
+        """Waits until a bucket's vector holds the answers as the policy accepts them."""
         round_ = self._rounds.pop(bucket.index)
         vector, host = self._vectors(bucket)
         name = "all_reduce wait" if round_.fused else "exchange wait"
@@ -374,13 +380,13 @@ class Averages:
             arrivals = [arrival for each in begun for arrival in each.wait()]
         if round_.fused:
             for arrival in arrivals:
-                # Counts are per rank of the session's group, not per place in this round's order.
+                # Counts are per rank of the session's group, not per position in this round's order.
                 self.up.add(self._all, arrival)
                 self._count(arrival)
                 self.down.add(self._all, arrival, stage=1)
         elif round_.participation.takes:
             if bucket.is_staged and self._policy.delay:
-                host.copy_(bucket.taken(vector))  # training has gone on since the exchange began
+                host.copy_(bucket.taken(vector))  # training has continued since the exchange began
             if self._policy.exchanges_in_pairs:
                 self._accept_pair(bucket, host, round_, arrivals)
             else:
@@ -391,7 +397,7 @@ class Averages:
     def _accept(
         self, bucket: Bucket, host: torch.Tensor, round_: _BucketExchange, arrivals: list[ExchangeResult]
     ) -> None:
-        """Takes what came of each owner's shard, also from this rank's own message: all ranks take the same values."""
+        """Accepts each owner's answer, this rank's own also in its encoded form: all ranks get the same values."""
         wire, group = self._wires[bucket.index], round_.group
         for arrival in round_.up:
             self.up.add(self._all, arrival)
@@ -409,14 +415,14 @@ class Averages:
             chunks, mine = sum(each for each, _ in answer.links().values()), self._answers[bucket.index]
             own_chunks = mine.chunks(spans[group.rank][1])
             self._memories.arrived = (answer.arrived * chunks + own_chunks) / (chunks + own_chunks)
-        for owner, (own, room) in enumerate(zip(bucket.shards(host), round_.receive_buffers, strict=True)):
+        for owner, (own, buffer) in enumerate(zip(bucket.shards(host), round_.receive_buffers, strict=True)):
             if not own.numel():
                 continue
             if owner == group.rank or answer is None:
                 arrived_C = torch.ones(self._answers[bucket.index].chunks(own.numel()), dtype=torch.bool, device="cpu")
             else:
                 arrived_C = answer.mask(group.ranks[owner])
-            self._take(bucket, own, room, arrived_C, spans[owner][0])
+            self._take(bucket, own, buffer, arrived_C, spans[owner][0])
 
     def _accept_pair(
         self, bucket: Bucket, host: torch.Tensor, round_: _BucketExchange, arrivals: list[ExchangeResult]
@@ -431,7 +437,7 @@ class Averages:
         self._take(bucket, host, round_.receive_buffers[0], received.mask(group.ranks[round_.participation.partner]), 0)
 
     def _report_to_policy(self, bucket: Bucket, round_: _BucketExchange) -> None:
-        """Has the policy learn which of this rank's chunks have reached their owners."""
+        """Reports to the policy which of this rank's chunks have reached their owners."""
         wire, policy = self._wires[bucket.index], self._policy
         for part, known_C, (first, count) in zip(round_.parts, round_.known_C, bucket.spans, strict=True):
             memory = self._memories.rank(bucket.index, first)
@@ -442,15 +448,17 @@ class Averages:
                 rank = memory(begin, rows, (end - begin) // rows)
                 policy.sent(rank, sent[begin:end].view(rows, -1), known_C[chunks].bool().unsqueeze(-1))
 
-    def _take(self, bucket: Bucket, own: torch.Tensor, room: torch.Tensor, arrived_C: torch.Tensor, first: int) -> None:
-        """Takes what came of one message."""
+    def _take(
+        self, bucket: Bucket, own: torch.Tensor, buffer: torch.Tensor, arrived_C: torch.Tensor, first: int
+    ) -> None:
+        """Accepts the chunks of one message that arrived."""
         wire, policy = self._answers[bucket.index], self._policy
         keeps = self._keeps and wire.dtype != bucket.dtype
         if not (self._accepts or keeps):
-            wire.place(room, own, arrived_C)
+            wire.place(buffer, own, arrived_C)
             return
-        received = torch.full_like(own, torch.nan)  # a policy that uses what was lost shows it at once
-        wire.place(room, received, arrived_C)
+        received = torch.full_like(own, torch.nan)  # exposes a policy that uses lost chunks
+        wire.place(buffer, received, arrived_C)
         if keeps:
             received += own - own.to(wire.dtype)
         memory = self._memories.rank(bucket.index, first) if takes_rank(policy.accept) else None

@@ -1,4 +1,4 @@
-"""A session under a `RankPolicy` that sends gradients: ranks average their gradients before each step."""
+"""Data-parallel session of a `RankPolicy` that sends gradients: ranks average them before each step, as DDP does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("stormtorch")
 
 
 class GradientSession(ReplicatedSession):
-    """A session whose ranks exchange gradients before each step, and each apply what they got.
+    """A session whose ranks exchange gradients before each step; each rank applies its own result.
 
     Args: See `Session`.
     """
@@ -53,12 +53,12 @@ class GradientSession(ReplicatedSession):
         if self.skips_round():
             return
         began = time.perf_counter()
-        # Keep events: an earlier backward of this step, or a return, may have left some.
+        # Keep events: an earlier backward of this step, or a rejoin, may have left some.
         self._row = LedgerRow(self.steps, events=self._row.events)
         self._exchanging = True
         try:
             while not self._exchange():
-                # This rank was cut off. Once it is back, it sends the gradients that it has.
+                # This rank was cut off. Once it has rejoined, it sends the gradients that it has.
                 for bucket in self.buckets:
                     self._start(bucket)
                 if self.skips_round():
@@ -88,7 +88,7 @@ class GradientSession(ReplicatedSession):
             self._gradients.complete()
 
     def after_step(self) -> None:
-        """Completes the row of the step: every rank has applied what it got."""
+        """Completes the step's ledger row."""
         row = self._row
         self._step_pending = False
         row.step = self.steps
@@ -97,9 +97,9 @@ class GradientSession(ReplicatedSession):
         self.stepped()
 
     def make_missed_round(self) -> None:
-        """Takes part in the round with zeros, as this rank leaves and computes no more: others wait for it."""
+        """Contributes zeros to a round in which others wait for this rank, which leaves and computes no more."""
         _log.warning(
-            "rank %d: leaves when the others have begun step %d, and counts with zeros in it",
+            "rank %d: leaves after the other ranks have begun step %d, and contributes zeros to it",
             *(self.label(self.group.transport.rank), self.steps),
         )
         self._gradients.clear(True)
@@ -110,33 +110,33 @@ class GradientSession(ReplicatedSession):
         self._step_pending = False
 
     def is_between_steps(self) -> bool:
-        """Whether this rank exchanges nothing, and begins no view."""
+        """Whether no exchange is running and no view is being applied."""
         return not (self._exchanging or self._applying_view)
 
     @property
     def has_no_pending_step(self) -> bool:
-        """Whether no averaged gradients wait for a step, so that a view could begin with this session."""
+        """Whether no averaged gradients wait for a step, so that this session can apply a view."""
         return not self._step_pending
 
     def can_apply_view(self) -> bool:
-        """Whether a view can begin with this session: a round that has begun ends in its own."""
+        """Whether this session can apply a view: a round that has begun must end in its own view."""
         return super().can_apply_view() and not self._open
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Forgets all gradients."""
+        """Clears all gradients."""
         self._gradients.clear(set_to_none)
-        self._step_pending = False  # a step that was skipped will not come
+        self._step_pending = False  # the program has skipped this step
         self.forget_personal(set_to_none=set_to_none)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context within which backward exchanges nothing."""
+        """Returns a context in which backward exchanges nothing."""
         return self._gradients.no_sync()
 
     def wait(self) -> None:
-        """Returns immediately: parameters are never on their way."""
+        """Returns immediately, because parameters are never in flight."""
 
     def _broadcast_model(self, root: int, *, new: bool) -> None:
-        """Gives newcomers the root's model and its optimizer's state: all make the same steps from then on."""
+        """Broadcasts the root's model and optimizer state to joining ranks, which make the same steps from then on."""
         super()._broadcast_model(root, new=new)
         group = self.channel("optimizer", interruptible=True)
         whole = self.optimizer.state_dict()
@@ -152,7 +152,7 @@ class GradientSession(ReplicatedSession):
             state = objects.unpack(message)
         except pickle.UnpicklingError as error:
             _log.warning(
-                "rank %d: differs from the others from now on: the state of their %s cannot be sent: %s",
+                "rank %d: differs from the other ranks from now on: the state of their %s cannot be sent: %s",
                 *(self.label(group.transport.rank), type(self.optimizer).__name__, error),
             )
             return
@@ -160,7 +160,7 @@ class GradientSession(ReplicatedSession):
         self.load_auxiliary_state(auxiliary_state)
 
     def _broadcast_bytes(self, group: Group, message: torch.Tensor, root: int) -> torch.Tensor:
-        """Gives all ranks the root's message of bytes."""
+        """Broadcasts the root's bytes to all ranks."""
         size = torch.tensor([message.numel()], device="cpu")
         self.broadcast_values(group, size, root)
         if group.rank != root:
@@ -170,7 +170,7 @@ class GradientSession(ReplicatedSession):
         return message
 
     def loaded(self) -> None:
-        """Does nothing: parameters are views of the buckets."""
+        """Does nothing, because parameters are views of the buckets."""
 
     def synchronise(self, call: int = EXACT_MODEL) -> None:
-        """Does nothing: there is no common value, and every rank keeps its own."""
+        """Does nothing, because there is no common value: every rank keeps its own."""

@@ -1,7 +1,7 @@
-"""What a policy remembers on one rank: of all parameters as a rank, of its shard as an owner, of another as a standby.
+"""Policy memory on one rank (residuals, outer optimizer): as a rank, as owner of a shard, as standby of another shard.
 
-A rank's own memory stays with it. What owners remember moves with their shards when ranks come or go. A standby follows
-the owner before it: it gets what the owner has combined, exactly, and makes the same update.
+A rank's own memory stays with it. Owners' memory moves with their shards when ranks join or leave. A standby follows
+the previous member's shard: it receives exactly what that owner has combined, and makes the same update.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_ORIGIN = (1 << 24) - 1
 
 @dataclass(frozen=True)
 class CallContext:
-    """For whom and when a function of the policy is called."""
+    """Rank, round and step for which a function of the policy is called."""
 
     index: int = 0
     ranks: int = 1
@@ -39,7 +39,7 @@ class CallContext:
 
 @dataclass
 class RetainedMemory:
-    """What a rank holds as an owner and as a standby in one view."""
+    """A rank's memory as an owner and as a standby in one view."""
 
     partition: Partition
     owned: list[MemoryStore]
@@ -54,7 +54,7 @@ class Memories:
     Args:
         policy: The user's policy.
         buckets: Buckets of all parameters.
-        layouts: Their layouts as they were planned.
+        layouts: Their layouts before any repartition.
     """
 
     def __init__(self, policy: RankPolicy, buckets: Sequence[Bucket], layouts: Sequence[Layout]) -> None:
@@ -63,26 +63,26 @@ class Memories:
         self._held: dict[int, RetainedMemory] = {}
         self._now = 0
         self.call = CallContext()
-        """For whom and when functions are called next."""
+        """Context of the next calls."""
         self.arrived = 1.0
-        """Fraction of what was sent to this rank that has arrived, of the exchange that it accepts next."""
+        """Fraction of the chunks sent to this rank that arrived, in the exchange that it accepts next."""
         self.checkpoint_number = 0
-        """Number of the checkpoint that these memories come from, until a round is made with them; 0 for none."""
+        """Number of the checkpoint that these memories come from, until the first round with them; 0 for none."""
         self._loaded: dict[str, Any] = {}
 
     @property
     def held(self) -> RetainedMemory:
-        """What this rank holds in the view that it is in."""
+        """This rank's memory in its current view."""
         return self._held[self._now]
 
     def partition(self, members: Sequence[int]) -> Partition:
-        """Returns how parameters are divided among some members."""
+        """Returns the partition of the parameters among some members."""
         standbys = self._policy.standby if self._policy.owners_remember else 0
         pairs = zip(self._layouts, self._buckets, strict=True)
         cuts = [repartition(layout, bucket.dtype.itemsize, len(members), whole=False) for layout, bucket in pairs]
         return Partition(tuple(members), cuts, standbys)
 
-    # --- for calls of the policy --------------------------------------------------------------------------------------
+    # --- memory for calls of the policy -------------------------------------------------------------------------------
 
     def rank(self, bucket: int, first: int) -> ChunkMemory | None:
         """Returns this rank's memory of a part of a bucket; None if the policy's ranks remember nothing.
@@ -98,7 +98,7 @@ class Memories:
 
         Args:
             bucket: Number of the bucket.
-            call: For whom and when the policy is called; `self.call` may be that of a later round.
+            call: Context of the call; `self.call` may belong to a later round already.
         """
         place = self.held.partition.members.index(self._rank)
         first, _ = self.held.partition.layouts[bucket].spans[place]
@@ -111,7 +111,7 @@ class Memories:
     def _remembered(
         self, store: MemoryStore, bucket: int, shift: int, first: int, call: CallContext | None = None
     ) -> ChunkMemory:
-        """Gives a store's windows, which begin at `shift`, a place in the model, where they begin at `first`."""
+        """Returns windows of a store, with offset and context: store position `shift` is bucket element `first`."""
         before = sum(each.elements for each in self._layouts[:bucket])
         call = self.call if call is None else call
 
@@ -126,7 +126,7 @@ class Memories:
     # --- beginning ----------------------------------------------------------------------------------------------------
 
     def begin(self, rank: int, view: int, members: Sequence[int]) -> None:
-        """Begins the memories of a training, in which all ranks have the same parameters."""
+        """Initialises all memories at the start of training, when all ranks have the same parameters."""
         partition = self.partition(members)
         self._rank, self._now = rank, view
         place = partition.members.index(rank)
@@ -140,13 +140,13 @@ class Memories:
         self.begin_ranks()
 
     def reset(self) -> None:
-        """Begins all memories anew, with parameters that were loaded, the same on all ranks."""
+        """Initialises all memories again from loaded parameters, the same on all ranks."""
         if self._now in self._held:
             self.begin(self._rank, self._now, self.held.partition.members)
             self._restore(self._loaded)  # the optimizer's state may be loaded before the model's
 
     def begin_ranks(self) -> None:
-        """Begins this rank's own memory, with the parameters that it has."""
+        """Initialises this rank's own memory from its parameters."""
         if not remembers(self._policy):
             return
         self._ranks = [MemoryStore(each.elements) for each in self._layouts]
@@ -167,10 +167,10 @@ class Memories:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self, moment: str) -> dict[str, Any]:
-        """Returns all that this rank holds, for a checkpoint; nothing if it holds nothing.
+        """Returns all memories of this rank for a checkpoint; empty if it has none.
 
         Args:
-            moment: When that is, in words that are the same on all ranks then, and hardly ever at another time.
+            moment: Text that identifies the checkpoint: the same on all ranks, and different at other times.
         """
         held = self._held.get(self._now)
         stores = {"rank": self._ranks, **({} if held is None else {"owned": held.owned, "followed": held.followed})}
@@ -182,10 +182,10 @@ class Memories:
         return {"place": place, "ranks": ranks, "origin": checkpoint_number, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        """Goes on from what `state_dict` returned on the rank of the same place, among as many ranks.
+        """Restores a `state_dict` of the rank at the same position, among the same number of ranks.
 
         Returns:
-            Why it begins anew instead, in words; nothing if it goes on.
+            Why the memories are initialised instead; empty if they were restored.
         """
         self._loaded = {}
         self.reset()
@@ -199,7 +199,7 @@ class Memories:
         return ""
 
     def used(self) -> None:
-        """Called when a round has been made with these memories."""
+        """Called after a round with these memories."""
         self._loaded, self.checkpoint_number = {}, 0
 
     def _restore(self, state: dict[str, Any]) -> bool:
@@ -220,17 +220,17 @@ class Memories:
     # --- moving -------------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Returns the names under which owners remember something."""
+        """Returns the names of the vectors in owners' memory."""
         held = self._held.get(self._now)
         return sorted({name for store in (*held.owned, *held.followed) for name in store.vectors}) if held else []
 
     @property
     def view(self) -> int:
-        """Number of the view in which this rank holds what it holds."""
+        """Number of the view that this rank's memory belongs to."""
         return self._now
 
     def members(self) -> list[int]:
-        """Returns the members of the view in which this rank holds what it holds."""
+        """Returns the members of the view that this rank's memory belongs to."""
         held = self._held.get(self._now)
         return list(held.partition.members) if held else []
 
@@ -243,17 +243,17 @@ class Memories:
         holders: Collection[int],
         names: list[str],
     ) -> None:
-        """Moves what owners remember to the owners of a view that begins.
+        """Moves owners' memory to the owners of a view that begins.
 
-        What this rank had before is kept until `settle`: the view may not come about.
+        This rank retains its former memory until `settle`, because the view may be superseded.
 
         Args:
             group: Members of the new view.
             view: Its number.
             before: Members of the view that the ranks come from.
             after: Members of the new view.
-            holders: Ranks that hold what they had.
-            names: Names under which owners remember something.
+            holders: Ranks that still have their memory.
+            names: Names of the vectors in owners' memory.
 
         Raises:
             Interrupted: Another view begins.
@@ -281,9 +281,9 @@ class Memories:
         self.recompute_known_mean(group)
 
     def recompute_known_mean(self, group: Group) -> None:
-        """Computes the mean of what owners know of all members, as some are gone and others begin anew.
+        """Recomputes the owners' known mean over all members, because some have left and others start empty.
 
-        A rank that is gone leaves nothing behind, and its successor does not tell again what owners count already.
+        A departed rank must leave no contribution, and its successor must not contribute it twice.
 
         Raises:
             Interrupted: Another view begins.
@@ -321,7 +321,7 @@ class Memories:
         if move.source is MoveSource.COPY:
             flat = self._buckets[move.bucket].flat
             return flat[move.first : move.first + move.count].detach().float().cpu().view(1, -1).clone()
-        assert mine is not None, "only a rank that holds something gives it"
+        assert mine is not None, "only a rank with memory sends it"
         first, _ = mine.partition.layouts[move.bucket].spans[move.shard]
         stores = mine.owned if move.source is MoveSource.OWNER else mine.followed
         if not names:
@@ -338,10 +338,10 @@ class Memories:
             store.write(names, first, message)
 
     def roll_back(self, view: int) -> None:
-        """Goes on from what this rank held in another view than the one that was moved to last."""
+        """Returns to this rank's memory of an earlier view."""
         if view in self._held:
             self._now = view
 
     def settle(self) -> None:
-        """Forgets what this rank held before the view that it is in."""
+        """Drops this rank's memory of views before the current one."""
         self._held = {self._now: self._held[self._now]}

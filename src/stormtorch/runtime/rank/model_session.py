@@ -1,4 +1,4 @@
-"""A session under a `RankPolicy` that sends parameters: ranks average their models after every few steps."""
+"""Local SGD session (`DiLoCo`, `ModelAveraging`): ranks average their models after every few steps."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class ModelSession(ReplicatedSession):
         self._digest = 0
         if self.membership.newcomer:
             self.change()
-        # Where the policy stands between two stages, nobody would begin the second one during forward.
+        # Overlap with forward needs one fused exchange: with two stages, no rank would start the second one.
         overlap = policy.overlap and self._averages.fused
         self._parameter_barrier = ParameterBarrier(
             model, self.buckets, lambda bucket: self._averages.finish(bucket), self._on_round_complete, overlap=overlap
         )
-        # GradScaler skips a step by not calling it, and then the other ranks would wait for this rank's model. It calls
-        # an optimizer that claims to unscale gradients itself in any case.
+        # GradScaler skips a step by not calling it, and the other ranks would wait for this rank's model. It always
+        # calls an optimizer that claims to unscale gradients itself.
         self._unscales = not getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         self._calls = ServedCollectives(
             self._round_reports.barrier(),
-            # Ranks of different speeds have made different steps; what they have in common are rounds.
+            # Ranks of different speeds have made different numbers of steps, but the same number of rounds.
             steps=lambda: self.steps if policy.pace == "together" else self.steps_of_rounds(),
             ready=self.is_between_steps,
             serve=lambda _call: self._take_part(),
@@ -63,10 +63,10 @@ class ModelSession(ReplicatedSession):
         return bucket.flat, bucket.host_flat
 
     def complete_gradients(self) -> None:
-        """Does nothing: gradients are not exchanged."""
+        """Does nothing, because gradients are not exchanged."""
 
     def before_step(self, *, closure: bool) -> None:
-        """Waits for parameters that are on their way, as the optimizer is about to change them."""
+        """Waits for parameters in flight, because the optimizer is about to change them."""
         self._parameter_barrier.open()
         self._calls.forget()
         found_inf = getattr(self.optimizer, "found_inf", None)
@@ -106,7 +106,7 @@ class ModelSession(ReplicatedSession):
         return self.steps - self._round_began_at
 
     def made(self) -> int:
-        """Returns the steps since this rank last took part in an exchange of the fragment whose turn it is."""
+        """Returns the steps since this rank last took part in an exchange of the current fragment."""
         return self._made[self._fragment_index]
 
     def _begin_round(self) -> None:
@@ -129,15 +129,15 @@ class ModelSession(ReplicatedSession):
             self._end_round()
 
     def _nominal(self) -> int:
-        """Number of the step at which the round under way begins on ranks that keep the pace, the same on all."""
+        """Returns the scheduled step of the current round, the same on all ranks."""
         return self.policy.begins_at(self.round_number - 1) if self.round_number else 0
 
     def _end_round(self) -> None:
-        """Takes what has come of the round under way."""
+        """Ends the current round with the parameters that arrived."""
         self._parameter_barrier.close(self._fragments[self._fragment_index])
 
     def _on_round_complete(self) -> None:
-        """Completes a round: all parameters have arrived or are lost."""
+        """Completes a round, once all parameters have arrived or are lost."""
         pending_reports, self._pending_reports = self._pending_reports, None
         assert pending_reports is not None
         row, waited_s = self._row, self._parameter_barrier.waited_s
@@ -154,7 +154,7 @@ class ModelSession(ReplicatedSession):
             self._calls.forget()
 
     def make_missed_round(self) -> None:
-        """Takes part in the round with the model that it has, which may have made fewer steps: others wait for it."""
+        """Contributes this rank's current model, perhaps after fewer steps, to a round in which others wait for it."""
         self._begin_round()
         self.wait()
 
@@ -164,7 +164,7 @@ class ModelSession(ReplicatedSession):
         return self.policy.begins_at(number - 1) if number else 0
 
     def count_from(self, steps: int) -> None:
-        """Counts steps and rounds as the others do, with the round that this rank is about to begin."""
+        """Sets the step and round counts to those of the other ranks, including the round that is about to begin."""
         number = 0
         while self.policy.begins_at(number) <= steps:
             number += 1
@@ -174,11 +174,11 @@ class ModelSession(ReplicatedSession):
         self._made = [0] * len(self._made)
 
     def is_between_steps(self) -> bool:
-        """Whether no round is under way, and no view begins."""
+        """Whether no round is running and no view is being applied."""
         return self._parameter_barrier.is_open and self._pending_reports is None and not self._applying_view
 
     def switch(self) -> None:
-        """Begins the latest view where another session's round is about to begin; what is under way ends before."""
+        """Applies the latest view where another session's round is about to begin, after ending a running round."""
         self.wait()
         if self.membership.due():
             self.change()
@@ -186,25 +186,25 @@ class ModelSession(ReplicatedSession):
     # --- for the user ------------------------------------------------------------------------------------------------
 
     def arriving(self) -> bool:
-        """Whether parameters are on their way."""
+        """Whether parameters are in flight."""
         return not self._parameter_barrier.is_open
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Forgets all gradients."""
+        """Clears all gradients."""
         torch.optim.Optimizer.zero_grad(self.optimizer, set_to_none)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that changes nothing: backward exchanges nothing anyway."""
+        """Returns a context that changes nothing, because backward exchanges nothing."""
         return contextlib.nullcontext()
 
     def loaded(self) -> None:
-        """Forgets what calls, buffers and the policy have kept of the values before."""
+        """Resets what served calls, buffers and the policy have stored of the previous values."""
         self._calls.forget()
         self._memories.reset()
         self._buffers.remember()
 
     def wait(self) -> None:
-        """Waits until the last round has ended, also one whose delay is not over."""
+        """Waits until the last round has ended, even if its delay is not over."""
         self._parameter_barrier.open()
         if self._pending_reports is not None:
             self._end_round()
@@ -242,13 +242,13 @@ class ModelSession(ReplicatedSession):
             bucket.flat.copy_(values)
 
     def _take_part(self) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Takes part in a call of other ranks. This rank keeps its own model."""
+        """Serves a call of other ranks. This rank keeps its own model."""
         means = self._means()
         return means, self._buffers.contribute(self._calls.group)
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
-        """Enters a context with the mean of all models as parameters. Afterwards each rank has its own again."""
+        """Enters a context with the mean of all models as parameters. Afterwards each rank gets its own back."""
         self.reattach_parameters()
         self.wait()
         own = [bucket.flat.clone() for bucket in self.buckets]

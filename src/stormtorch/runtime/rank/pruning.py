@@ -1,4 +1,4 @@
-"""`prune`: sets the smallest weights to zero on all ranks alike, so that they need not travel any more."""
+"""Magnitude pruning: `prune` sets the same smallest weights to zero on all ranks, and they are no longer sent."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from stormtorch.runtime.session.session import Session, combined, sessions_of
 
 
 def prune(model: nn.Module, *, keep: float, parameters: Iterable[nn.Parameter] | None = None) -> float:
-    """Keeps the largest weights of a prepared model and sets all others to zero for good, on all ranks alike.
+    """Keeps the largest weights of a prepared model and sets all others to zero for good, the same on all ranks.
 
-    What is pruned stays zero, in the optimizer's state too, and does not travel any more: gradients and parameters of
-    later steps take as many bytes less. All ranks call it between two steps, with the same arguments. Called again
-    with a smaller `keep`, it prunes more. A process that comes right after the others have pruned has what they have:
-    its own call at that step waits for nobody.
+    Pruned weights stay zero, in the optimizer's state too, and are no longer sent: later steps send that many bytes
+    less of gradients and parameters. All ranks call it between two steps, with the same arguments. Another call with a
+    smaller `keep` prunes more. A process that joins right after the other ranks have pruned already has their masks:
+    its own call at that step returns without waiting.
 
-    The largest are those of largest magnitude in the parameters that `exact` gives, over all of them together. Under
-    `GradientAveraging`, which has no common values, the lowest rank's count.
+    Weights are compared by magnitude over all given parameters together, with the values of `exact`. Under
+    `GradientAveraging`, which has no common values, those of the lowest rank count.
 
     Args:
-        model: A model that was prepared.
-        keep: Fraction of the weights to keep, of all that the given parameters have had.
-        parameters: Parameters to prune; None prunes all that have two or more dimensions, as biases and the factors of
-            normalisation are few and matter much. Personal ones are never pruned.
+        model: A prepared model.
+        keep: Fraction of the given parameters' original weights to keep.
+        parameters: Parameters to prune; None prunes all that have two or more dimensions, because biases and the
+            factors of normalisation are few and matter much. Personal ones are never pruned.
 
     Returns:
-        Fraction of all elements that still travel.
+        Fraction of all elements that are still sent.
 
     Raises:
         ValueError: The model is not prepared, `keep` is no fraction, or ranks have called it with different arguments.
@@ -54,7 +54,7 @@ def prune(model: nn.Module, *, keep: float, parameters: Iterable[nn.Parameter] |
         if isinstance(policy, RankPolicy):
             if remembers(policy) or policy.owners_remember:
                 name = type(policy).__name__
-                raise ValueError(f"prune() under {name}: what it remembers of pruned weights would be of no use")
+                raise ValueError(f"prune() under {name}: its memory of pruned weights would be of no use")
             if policy.delay or policy.pace == "fastest":
                 raise ValueError('prune() needs all ranks at the same step: set delay=0 and pace="together"')
         session.wait()
@@ -64,7 +64,7 @@ def prune(model: nn.Module, *, keep: float, parameters: Iterable[nn.Parameter] |
     before = [session.prunings for session in sessions]
     with in_call("prune()"):
         ahead = any([session.pruned_already() for session in sessions])
-        # If a rank is gone meanwhile, some have pruned and others have not: the next view gives these the masks.
+        # If a rank dies meanwhile, some ranks have pruned and others have not: these get the masks in the next view.
         while not ahead and any(session.prunings == count for session, count in zip(sessions, before, strict=True)):
             try:
                 masks = _agreed(sessions, _masks(sessions, chosen, keep), keep)
@@ -104,7 +104,7 @@ def _masks(sessions: Sequence[Session], chosen: set[int] | None, keep: float) ->
 
 
 def _travelling(bucket: Bucket) -> torch.Tensor:
-    """Returns whether each element of a bucket travels: parameters that are not pruned, and no padding."""
+    """Returns a mask of the elements of a bucket that are sent: parameters that are not pruned, and no padding."""
     kept = torch.zeros(bucket.layout.elements, dtype=torch.bool)
     for slot in bucket.layout.slots:
         kept.narrow(0, slot.first, slot.count).fill_(True)
@@ -112,7 +112,7 @@ def _travelling(bucket: Bucket) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor, keep: float) -> torch.Tensor:
-    """Returns whether each value is among the largest; of equal ones the first are, so that all ranks choose alike."""
+    """Returns a mask of the largest values. Among equal ones the first win, so that all ranks choose the same."""
     count = max(round(keep * values.numel()), 1)
     least = values.kthvalue(values.numel() - count + 1).values
     kept = values > least
@@ -122,7 +122,7 @@ def _largest(values: torch.Tensor, keep: float) -> torch.Tensor:
 
 
 def _agreed(sessions: Sequence[Session], masks: list[list[torch.Tensor]], keep: float) -> list[list[torch.Tensor]]:
-    """Makes sure that all ranks have the same masks.
+    """Returns masks that are the same on all ranks.
 
     Raises:
         Interrupted: A rank is gone, and another view begins without it.

@@ -1,4 +1,4 @@
-"""The base of sessions under a `RankPolicy`: every rank runs the user's optimizer on a model of its own."""
+"""Replicated session, the base of sessions under a `RankPolicy`: every rank runs the optimizer on its own model."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class ReplicatedSession(Session):
         self._scale = UNKNOWN
         self._buffers = buffers_of(model)
         self._open = self._missed = False
-        """Whether a round has begun and not ended; and whether this rank, which was away, leaves it out."""
+        """Whether a round has begun and not ended; and whether this rank, which was excluded, skips it."""
         self._ready = 0
-        """The latest view for which this rank has what it needs."""
+        """Latest view for which this rank has the state that it needs."""
         self.ledger.attach_session(group.rank, self.wait)
         if not self.membership.newcomer:
             self.agree(buckets)
@@ -78,7 +78,7 @@ class ReplicatedSession(Session):
         return min(self.policy.bucket_mb, max(bytes_ / self.policy.fragments / 1e6, 1e-6))
 
     def _begin_view(self) -> None:
-        """Makes all that depends on the number of ranks."""
+        """Creates everything that depends on the members."""
         members = self.view.members
         for bucket, layout in zip(self.buckets, self._planned, strict=True):
             bucket.divide(repartition(layout, bucket.dtype.itemsize, len(members), whole=False), self.membership.index)
@@ -100,12 +100,12 @@ class ReplicatedSession(Session):
             self._exchange_policy_messages()
 
     def _exchange_policy_messages(self) -> None:
-        """Tells all members what the policy has to say when a view begins."""
+        """Exchanges the policies' messages between all members when a view begins."""
         group = self.channel("meet", interruptible=True)
         rank = MemoryStore(0).chunks(0, 0, 0).told(index=group.rank, ranks=group.size, round_=self.membership.round)
-        # As text: torch does not unpack bytes from data that it must not trust.
-        told = objects.gather(self.policy.meet(rank).decode("latin-1"), group)
-        self.policy.met(rank, [str(each).encode("latin-1") for each in told])
+        # As text: torch does not unpickle bytes from untrusted data.
+        reported = objects.gather(self.policy.meet(rank).decode("latin-1"), group)
+        self.policy.met(rank, [str(each).encode("latin-1") for each in reported])
 
     @abstractmethod
     def exchanged(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +124,7 @@ class ReplicatedSession(Session):
             return
         group = self._groups[bucket.index]
         if not self._orders:
-            # All at once: buckets may begin in another order on another rank, and must have the same owners there.
+            # Drawn for all buckets at once: they may begin in another order on another rank, but need the same owners.
             self._orders = {each.index: self.policy.order(group.size, self._order) for each in reversed(self.buckets)}
         order = self._orders.pop(bucket.index)
         reordered = group if order == list(range(group.size)) else group.reordered(order)
@@ -132,7 +132,7 @@ class ReplicatedSession(Session):
         self._averages.start(bucket, reordered, self._participation, seed)
 
     def _wait_for_round(self) -> None:
-        """Waits until this rank's round can begin, or leaves it out because it was away in the midst of a turn."""
+        """Waits until this rank's round can begin, or skips it if this rank was excluded within an iteration."""
         self.iterations.begin(self)
         try:
             while self.iterations.wants_view(self) or not self.membership.complete():
@@ -145,7 +145,7 @@ class ReplicatedSession(Session):
             self.iterations.end()
 
     def skips_round(self) -> bool:
-        """Whether this rank leaves out the round that it has begun, which then ends."""
+        """Whether this rank skips the round that it has begun, which then ends."""
         missed, self._missed = self._missed, False
         self._open = self._open and not missed
         return missed
@@ -155,7 +155,7 @@ class ReplicatedSession(Session):
         return 1
 
     def _decide_participation(self) -> None:
-        """Finds out what this rank contributes to the round that begins, and whom it meets."""
+        """Decides this rank's weight and partner in the round that begins."""
         policy, group, steps = self.policy, self._groups[0], self.made()
         self._participation = participation = Participation(takes=policy.pace == "together" or steps >= policy.at_least)
         self._memories.call = CallContext(group.rank, group.size, self.membership.round, steps)
@@ -196,17 +196,17 @@ class ReplicatedSession(Session):
         return pending_reports
 
     def receive_reports(self, pending_reports: Pending, row: LedgerRow, step: int, digest: int) -> None:
-        """Learns who is there and what was lost."""
+        """Updates the members present and the measured loss from the reports of all ranks."""
         rounds, averages = self._round_reports, self._averages
         reports = rounds.receive_reports(pending_reports, row, step, digest)
         averages.present = rounds.members_group.size
         if self.agree_on_scale(self._scale, reports, row):
             for bucket in self.buckets:
-                bucket.grads.fill_(torch.nan)  # so that every GradScaler leaves the step out
+                bucket.grads.fill_(torch.nan)  # so that every GradScaler skips the step
         rounds.losses.receive_reports(reports, guarded=False, retransmitted=(0, 0))
         averages.losses = [each.value for each in rounds.losses.gradients]
         if len({self._memories.checkpoint_number, *(report.shard.state for report in reports.values())}) > 1:
-            # Every rank has seen it: some have loaded what others have not, and owners may count what nobody remembers.
+            # All ranks see this: they have loaded different checkpoints, so owners may count what no rank remembers.
             self._memories.recompute_known_mean(self.round_channel("memories"))
         self._memories.used()
         row.loss = rounds.losses.broadcast.value
@@ -215,22 +215,22 @@ class ReplicatedSession(Session):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, local: dict[str, Any]) -> dict[str, Any]:
-        """Returns the state dict of this rank's optimizer, with what the policy remembers here."""
+        """Returns the state dict of this rank's optimizer, with the policy's memories on this rank."""
         self.wait()
         memories = self._memories.state_dict(f"{self.name}/{self.round_number}/{self.steps}")
         return local | {_MEMORIES: memories} if memories else local
 
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state dict without the policy's memories, with which this rank goes on."""
+        """Loads the policy's memories from a state dict, and returns it without them."""
         if _MEMORIES in whole:
             why = self._memories.load_state_dict(whole[_MEMORIES])
             if why:
                 rank = self.label(self.group.transport.rank)
-                _log.warning("rank %d: what %s remembers begins anew: %s", rank, type(self.policy).__name__, why)
+                _log.warning("rank %d: resets the memory of %s: %s", rank, type(self.policy).__name__, why)
         return {name: each for name, each in whole.items() if name != _MEMORIES}
 
     def complete_row(self, row: LedgerRow, waited_s: float) -> None:
-        """Completes the row of a round."""
+        """Completes the ledger row of a round."""
         averages = self._averages
         labels = self.labels()
         row.gradients = {labels[place]: each for place, each in averages.up.fractions().items()}
@@ -242,7 +242,7 @@ class ReplicatedSession(Session):
         self._row = LedgerRow(self.steps)
 
     def sample(self, number: int) -> None:
-        """Reads the elements by which replicas are compared in a round, the same ones on all ranks."""
+        """Reads the sampled elements that measure the drift of replicas in a round, the same ones on all ranks."""
         self._round_reports.drift.choose(number)
         self._samples_S = self._round_reports.drift.read()
 
@@ -258,14 +258,14 @@ class ReplicatedSession(Session):
         self.count_pruning()
         self._begin_view()
 
-    # --- ranks that come and go --------------------------------------------------------------------------------------
+    # --- ranks that join and leave -----------------------------------------------------------------------------------
 
     def must_abort_round(self) -> bool:
-        """Whether the round under way is void: a round that has begun ends in its view, unless this rank is cut off."""
+        """Whether the running round must be aborted: only if this rank is cut off. Else it ends in its own view."""
         return self.membership.cut_off()
 
     def complete(self, pending_reports: Pending, row: LedgerRow, step: int, digest: int) -> bool:
-        """Ends a round. Returns False if this rank was cut off meanwhile: what it has got is nobody else's."""
+        """Ends a round. Returns False if this rank was cut off: its result was not shared and must be discarded."""
         self._open = False
         try:
             self.receive_reports(pending_reports, row, step, digest)
@@ -276,28 +276,28 @@ class ReplicatedSession(Session):
 
     @abstractmethod
     def make_missed_round(self) -> None:
-        """Makes a round that the others have begun in the view that ends, before this rank told them that it leaves."""
+        """Makes a round that other ranks began in the former view before this rank announced that it leaves."""
 
     def steps_of_rounds(self) -> int:
         """Returns the number of optimizer steps that the rounds so far have covered."""
         return self.steps
 
     def count_from(self, steps: int) -> None:
-        """Counts steps as the others do, on a rank that was away or is new.
+        """Sets the step count of a new or formerly excluded rank to that of the other ranks.
 
         Args:
-            steps: What `steps_of_rounds` returns on the others.
+            steps: What `steps_of_rounds` returns on the other ranks.
         """
         self.steps = steps
 
     def begin_latest(self) -> bool:
-        """Goes on with the members of the latest view; newcomers get another rank's model."""
+        """Applies the latest view, in which joining ranks receive another rank's model."""
         while (held := self._try_view(self.iterations.await_view(self))) is None:
             pass
         return held
 
     def _try_view(self, latest: Any) -> bool | None:
-        """Begins a view. Returns whether this rank was there before; None if another view has come meanwhile."""
+        """Tries to apply a view. Returns whether this rank kept its state; None if another view superseded it."""
         membership, rank = self.membership, self.group.transport.rank
         base, round_ = membership.base(latest)
         members, waiting = membership.members_of(latest), membership.waiting(latest)
@@ -318,38 +318,39 @@ class ReplicatedSession(Session):
         }
         try:
             group = self.transition_group(latest, without=() if rank in waiting else waiting)
-            told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
-            if not all(each["open"] for each in told.values() if each["holds"]):
-                members = tuple(each for each in members if each in told and told[each]["holds"])
+            reported = dict(zip(group.ranks, objects.gather(own, group), strict=True))
+            if not all(each["open"] for each in reported.values() if each["holds"]):
+                members = tuple(each for each in members if each in reported and reported[each]["holds"])
                 if rank in membership.members_of(latest) and rank not in members:
                     membership.skip_view(latest)
                     return None
             elif waiting and rank not in waiting:
                 group = self.transition_group(latest)
-                told = dict(zip(group.ranks, objects.gather(own, group), strict=True))
+                reported = dict(zip(group.ranks, objects.gather(own, group), strict=True))
             if rank not in members:
                 self.leave()
-            holders = [rank for rank in members if told[rank]["holds"]]
+            holders = [rank for rank in members if reported[rank]["holds"]]
             if not holders:
                 raise StormError(
-                    f"rank {group.transport.rank}: no rank of {members} has been in the job for long enough"
+                    f"rank {group.transport.rank}: no rank of {members} still has the model: restart the job from a "
+                    "checkpoint"
                 )
             root, newcomers = min(holders), [rank for rank in members if rank not in holders]
             if not holds:
-                self.check_fits(told[root])
-                self.count_from(max(int(told[rank]["steps"]) for rank in holders))
-                self.joined(told[root])
+                self.check_fits(reported[root])
+                self.count_from(max(int(reported[rank]["steps"]) for rank in holders))
+                self.joined(reported[root])
             membership.enter(latest, self.steps_of_rounds(), members)
             if newcomers:
                 self._broadcast_model(members.index(root), new=rank in newcomers)
-            self.sync_masks(told, new=not holds)
+            self.sync_masks(reported, new=not holds)
             memories.move(
                 self.channel("memories", interruptible=True),
                 latest.number,
-                told[root]["members"],
+                reported[root]["members"],
                 members,
                 holders,
-                sorted({name for rank in holders for name in told[rank]["names"]}),
+                sorted({name for rank in holders for name in reported[rank]["names"]}),
             )
             self._begin_view()
             self._ready = latest.number
@@ -365,11 +366,11 @@ class ReplicatedSession(Session):
         self._row.events.append(words)
         _log.warning("rank %d: %s", self.label(group.transport.rank), words)
         self.log_join_messages(self._row)
-        self.taken({rank: each["carried"] for rank, each in told.items()})
+        self.taken({rank: each["carried"] for rank, each in reported.items()})
         return holds
 
     def _broadcast_model(self, root: int, *, new: bool) -> None:
-        """Gives newcomers the whole model of the root, and its settings."""
+        """Broadcasts the root's whole model and settings to joining ranks."""
         group = self.channel("handover", interruptible=True)
         for bucket in self.buckets:
             message = bucket.flat.detach().to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""How a rank records its steps: in memory, in a file, for Prometheus. Never holds up a training.
+"""Step records of a rank: in memory, in a file, as Prometheus metrics. Recording never delays training.
 
-Begin with `recorder.py`; the schema is `stormtorch.telemetry.records`.
+Begin with `recorder.py`; the schema is in `stormtorch.telemetry.records`.
 """

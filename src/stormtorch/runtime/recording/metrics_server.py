@@ -1,4 +1,4 @@
-"""Metrics of one rank, served by its own process for Prometheus: STORM_METRICS=[host:]port."""
+"""Prometheus metrics endpoint of one rank, served by its own process: STORM_METRICS=[host:]port."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class MetricsServer:
     """Serves the metrics of a rank at /metrics, until it is closed.
 
     Args:
-        text: A port, for this machine alone, or host:port. Processes of one machine that torchrun has numbered take
-            the ports that follow, by LOCAL_RANK. Port 0 lets the kernel choose.
+        text: A port, for this machine alone, or host:port. LOCAL_RANK is added to the port, so that the ranks of one
+            machine use consecutive ports. Port 0 lets the kernel choose.
         rank: Rank of this process.
 
     Raises:
-        ValueError: prometheus_client is not installed, or nobody can listen there.
+        ValueError: prometheus_client is not installed, or the address cannot be bound.
     """
 
     def __init__(self, text: str, rank: int) -> None:
@@ -57,12 +57,12 @@ class MetricsServer:
         _log.info("rank %d: serves metrics at http://%s/metrics", rank, self.address)
 
     def take(self, record: Record) -> None:
-        """Adds a record."""
+        """Updates the metrics from a record."""
         with self._lock:
             self._metrics.take(record)
 
     def collect(self) -> Iterator[Any]:
-        """Returns all metrics as prometheus_client wants them."""
+        """Yields all metrics as prometheus_client families."""
         core: Any = import_module("prometheus_client.core")
         kinds = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
         with self._lock:
@@ -76,11 +76,11 @@ class MetricsServer:
                 yield family
 
     def release_port(self) -> None:
-        """Closes the port in a process that has inherited it, and leaves it to the one that serves."""
+        """Closes the socket in a forked process that has inherited it."""
         self._server.socket.close()
 
     def close(self) -> None:
-        """Stops to serve."""
+        """Stops serving."""
         _servers.discard(self)
         self._server.shutdown()
         self._server.server_close()
@@ -99,7 +99,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _close_in_child() -> None:
-    """Closes what a forked process has inherited: it would keep the port for as long as it lives, and never answer."""
+    """Closes inherited sockets in a forked process, which would occupy the port and never answer."""
     for server in list(_servers):
         server.release_port()
         _servers.discard(server)

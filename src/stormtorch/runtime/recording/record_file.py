@@ -1,4 +1,4 @@
-"""The records of a process in a file of a run's folder. A full disk costs records, never the training."""
+"""File of a process's step records in the folder of a run. A full disk loses records but never stops training."""
 
 import errno
 import logging
@@ -15,14 +15,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RecordFile:
-    """Appends records to the file of a process, and keeps some for later while that fails.
+    """Appends records to the file of a process, and keeps the latest in memory while writing fails.
 
     Args:
         folder: Folder of the run; it is made if it is missing.
         who: The process.
 
     Raises:
-        ValueError: Nothing can be written there, for another reason than a full disk.
+        ValueError: The file cannot be written, for another reason than a full disk.
     """
 
     def __init__(self, folder: str | Path, who: ProcessId) -> None:
@@ -42,7 +42,7 @@ class RecordFile:
                 ) from error
 
     def add(self, lines: list[bytes]) -> None:
-        """Writes records. Where that fails, it says so once, and tries again with the next ones."""
+        """Writes records. A failure is logged once, and the next call tries again."""
         self._lost += max(len(self._waiting) + len(lines) - _MOST_WAITING, 0)
         self._waiting.extend(lines)
         if not self._waiting:
@@ -61,8 +61,8 @@ class RecordFile:
         elif not self._failed:
             self._failed = True
             _log.warning(
-                "rank %d: cannot write records to %s: %s. The latest %d are kept and written when that is possible; "
-                "training goes on",
+                "rank %d: cannot write records to %s: %s. The latest %d are kept and written once that is possible; "
+                "training continues",
                 *(self._rank, self.path, error, _MOST_WAITING),
             )
 

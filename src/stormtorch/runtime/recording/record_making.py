@@ -1,4 +1,4 @@
-"""Makes records out of what a session, its ledger's rows and its transport know. `results/records.py` is the schema."""
+"""Makes step records from a session, its ledger rows and its transport. The schema is `telemetry/records.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stormtorch.telemetry.statistics import mean
 
 
 class Recorded(Protocol):
-    """What records say of a session."""
+    """What records need of a session."""
 
     model: nn.Module
     ledger: Ledger
@@ -35,16 +35,16 @@ class Recorded(Protocol):
 
     @property
     def view(self) -> View:
-        """The ranks that train together now."""
+        """The current members."""
         ...
 
 
 def rank_record(session: Recorded, parameters: int, started: float) -> Record:
-    """Says who this process is and what it trains.
+    """Makes the record of this process and of what it trains.
 
     Args:
         session: The session that was prepared last.
-        parameters: Elements of all parameters of its model that are trained.
+        parameters: Elements of all trained parameters of its model.
         started: When it was prepared.
     """
     transport: Any = session.group.transport
@@ -85,7 +85,7 @@ def _in_brackets(host: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Returns a setting as JSON has it."""
+    """Converts a setting to what JSON can hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if value is None or isinstance(value, bool | int | float | str):
@@ -96,13 +96,13 @@ def plain(value: Any) -> Any:
 def steps_record(
     rows: Sequence[LedgerRow], ranks: Mapping[int, int], *, when: float, steps: int, seconds: float
 ) -> Record:
-    """Sums up the rows of some steps.
+    """Makes one record of the rows of some steps.
 
     Args:
-        rows: One row or more, the last one last.
-        ranks: Ranks of the transport by their number in the rows; what it lacks is its own number.
-        when: When the last step was complete.
-        steps: How many steps these are: rows of policies that average models cover several.
+        rows: One row or more, in order.
+        ranks: Transport rank of each rank number in the rows; a number that it lacks is a transport rank already.
+        when: Time at which the last step was complete.
+        steps: Number of steps: a row covers several under a policy that averages models.
         seconds: Wall time of these steps.
     """
     last = rows[-1]
@@ -144,11 +144,11 @@ def steps_record(
 
 
 def links_record(transport: Any, members: Sequence[int], step: int) -> Record:
-    """Says how the network looks from here. It may be called in any thread.
+    """Makes the record of this rank's links. It may be called in any thread.
 
     Args:
         transport: A transport over UDP.
-        members: Ranks that train together now.
+        members: The current members.
         step: Steps so far.
 
     Raises:
@@ -184,7 +184,7 @@ def links_record(transport: Any, members: Sequence[int], step: int) -> Record:
 
 
 def _paths(transport: Any, peer: int) -> dict[str, Any]:
-    """Fields of a record about the paths to a peer; none if there is only one path."""
+    """Returns the record fields about the paths to a peer; none if there is only one path."""
     if len(transport.options.interfaces) < 2 or len(paths := transport.paths(peer)) < 2:
         return {}
     return {
@@ -204,13 +204,13 @@ def _paths(transport: Any, peer: int) -> dict[str, Any]:
 
 
 def _flat(health: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the counters that are not 0, without a second level: most never count anything."""
+    """Returns the non-zero counters in one flat dictionary: most counters stay 0."""
     faults = {f"faults_{name}": number for name, number in health.get("faults", {}).items() if number}
     return {name: int(number) for name, number in health.items() if number and name != "faults"} | faults
 
 
 def view_record(number: int, step: int, members: Sequence[int], before: Sequence[int]) -> Record:
-    """Says who trains together from now on."""
+    """Makes the record of a view that begins."""
     return {
         "kind": "view",
         "time": time.time(),

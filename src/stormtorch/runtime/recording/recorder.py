@@ -1,8 +1,8 @@
-"""The recorder of a process: makes records of its trainings, keeps the latest in memory, and writes them to a file.
+"""Recorder of a process: makes step and link records, keeps the latest in memory, and writes them to a file.
 
-It works in a thread of its own, once a second. A step only leaves its row there, so that neither a slow disk nor many
-links cost the training anything. While no step ends, the thread still tells how the network looks: that is when people
-ask. `stormtorch.joining.admission` passes the records on to whoever watches the job.
+It works in its own thread, once a second. A step only leaves a ledger row there, so that a slow disk or many links do
+not delay training. While no step ends, the thread still records the links: then they are needed most.
+`stormtorch.joining.admission` sends the records to processes that watch the job.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ EVERY_S = 1.0
 _MOST_RECORDS = 4096
 _MOST_BYTES = 8 << 20
 _TOLD_BYTES = 256 << 10
-# Rows of steps that no record sums up yet: a second has fewer.
+# Most rows that wait for a record; one second brings fewer.
 _MOST_ROWS = 20_000
-# A leader that has made no step for so long may never make one again, as with an optimizer that is used no more.
+# Wait limit for a leader's step: an optimizer that is no longer used never makes one.
 _LEADER_S = 5.0
-# Longest time for which the end of a training waits for a disk.
+# Wait limit for the disk at the end of training.
 _END_S = 2.0
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -53,7 +53,7 @@ _registered_in = -1
 
 
 class _Training:
-    """One session, as the recorder knows it."""
+    """The recorder's state of one session."""
 
     def __init__(self, session: Recorded, number: int) -> None:
         self.session = weakref.ref(session)
@@ -63,8 +63,8 @@ class _Training:
         self.ended_at = time.perf_counter()
         self.view: tuple[int, ...] = ()
         self.leader = self
-        """The largest session of the same model: optimizers of one model step together, and it counts their steps."""
-        # A session of some ranks counts them from 0; records have the ranks of the transport.
+        """Largest session of the same model. Optimizers of one model step together, and the leader counts the steps."""
+        # A session of a subset of ranks numbers them from 0; records have the ranks of the transport.
         group = session.group
         some = len(group.ranks) < group.transport.world
         self.ranks = dict(enumerate(group.ranks)) if some else {}
@@ -96,26 +96,26 @@ class Recorder:
         self._unwritten: deque[bytes] = deque(maxlen=_MOST_RECORDS)
         self._file: RecordFile | None = None
         self._retired: list[RecordFile] = []
-        """Files that others have replaced. The thread closes them: it may be writing to them."""
+        """Replaced files. The thread closes them, because it may be writing to them."""
         self.metrics: MetricsServer | None = None
-        """Serves metrics of this rank, where the environment asks for it."""
+        """Serves this rank's metrics, if the environment asks for it."""
         self._stopping = threading.Event()
         self._why = ""
         self.ended = False
-        """Whether the last record is made, or is being made."""
+        """Whether the last record is made or being made."""
         self._thread = threading.Thread(target=_work, args=(weakref.ref(self),), name="recorder", daemon=True)
-        # The transport keeps its recorder; the recorder, and its thread, let go of the transport.
+        # The transport owns its recorder. The recorder and its thread hold the transport weakly.
         transport.reporter = self
         transport.on_close.append(self.end)
         _recorders.add(self)
         self._thread.start()
 
-    # --- what sessions say -------------------------------------------------------------------------------------------
+    # --- reports of sessions -----------------------------------------------------------------------------------------
 
     def attach_session(self, session: Recorded) -> None:
         """Begins to record a session."""
         training = _Training(session, len(self._trainings))
-        # Those that share its model train together with it.
+        # Sessions of the same model train together.
         beside = [each for each in self._trainings if (other := each.session()) and other.model is session.model]
         self._trainings = [each for each in self._trainings if each.session() is not None] + [training]
         parameters = training.parameters + sum(each.parameters for each in beside)
@@ -126,7 +126,7 @@ class Recorder:
         session.ledger.on_row(lambda row: self._rows.append((training, row, time.perf_counter(), time.time())))
 
     def view(self, session: Recorded) -> None:
-        """Notes that a session has begun a view."""
+        """Records that a session has begun a view."""
         training = next((each for each in self._trainings if each.session() is session), None)
         view = session.view
         if training is not None and training.view != view.members:
@@ -134,18 +134,18 @@ class Recorder:
             self._add(making.view_record(view.number, session.steps, view.members, before))
 
     def note(self, loss: Any) -> None:
-        """Takes the training's loss: a number or a tensor, which is read only when a record is made."""
+        """Records the training loss: a number, or a tensor that is read only when a record is made."""
         self._latest_loss = loss.detach() if isinstance(loss, torch.Tensor) else float(loss)
 
     # --- files -------------------------------------------------------------------------------------------------------
 
     def write_to(self, folder: str | Path, every_s: float | None = None) -> Path:
-        """Appends all records from now on to a file in a folder, after those that are kept. Returns its path."""
+        """Appends all records in memory, and all later ones, to a file in a folder. Returns its path."""
         if every_s is not None:
             self.every_s = every_s
         now = self._file
         if now is not None and now.path.parent.resolve() == Path(folder).resolve():
-            return now.path  # it gets all of them already
+            return now.path  # already open
         file = RecordFile(folder, self.who)
         with self._lock:
             if self._file is not None:
@@ -157,15 +157,15 @@ class Recorder:
             self._file = file
         return file.path
 
-    # --- what others ask ---------------------------------------------------------------------------------------------
+    # --- queries of other processes ----------------------------------------------------------------------------------
 
     def report(self, since: int) -> tuple[dict[str, Any], list[bytes]]:
-        """Returns the number to ask for next, and lines of records from a number on, as many as fit into an answer."""
+        """Returns the next record number to request, and the record lines from `since` on that fit into an answer."""
         with self._lock:
             first = self._next - len(self._recent_lines)
             if not 0 <= since <= self._next:
-                since = 0  # it counts the records of another process
-            # Whoever missed the beginning must still learn who this is and who is there.
+                since = 0  # the number belongs to another process
+            # A reader that missed the beginning still needs the latest rank and view records.
             lines = [line for number, line in self._identity_lines.values() if since <= number < first]
             following, size = max(since, first), 0
             for line in itertools.islice(self._recent_lines, following - first, None):
@@ -179,7 +179,7 @@ class Recorder:
         return who | {"next": following, "more": more}, lines
 
     def status(self) -> str:
-        """Says in a few lines where this rank stands."""
+        """Returns this rank's status as a few lines of text."""
         with self._lock:
             latest = dict(self._latest)
         return status_text(latest, time.time())
@@ -192,15 +192,15 @@ class Recorder:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Makes records of all that has happened since the last time, and writes what is not written yet."""
+        """Makes records of everything since the last call, and writes unwritten ones."""
         steps = self._latest.get("steps")
         self._sum_up()
         transport = self._transport()
-        # Links change slowly, and have the longest records: while steps end, every second time is enough.
+        # Links change slowly and have the longest records: while steps end, every second call is enough.
         self._skips_links = (
             self._latest.get("steps") is not steps and not self._skips_links and not self._stopping.is_set()
         )
-        # The first record of all says who this is: the thread may be quicker than whoever attends to a session.
+        # The rank record must be the first: this thread may run before a session is attached.
         introduced = "rank" in self._latest
         if introduced and transport is not None and not transport.closed and not self._skips_links:
             session = next((found for each in reversed(self._trainings) if (found := each.session())), None)
@@ -213,9 +213,9 @@ class Recorder:
         rows = [self._rows.popleft() for _ in range(len(self._rows))]
         leaders = [each[0] for each in rows if each[0].leader is each[0]]
         if not rows or (not leaders and time.perf_counter() - rows[0][2] < _LEADER_S):
-            self._rows.extendleft(reversed(rows))  # they wait for the row of their leader
+            self._rows.extendleft(reversed(rows))  # wait for the leader's row
             return
-        # One session counts steps, and all of them wait and send.
+        # Steps are counted from one session; waiting times and bytes are summed over all.
         training = max(leaders or [each[0] for each in rows], key=lambda each: (each.parameters, each.number))
         own = [row for each, row, _, _ in rows if each is training]
         ended_at, when = next((ended, when) for each, _, ended, when in reversed(rows) if each is training)
@@ -262,7 +262,7 @@ class Recorder:
                 self.metrics.take(record)
 
     def _write(self) -> None:
-        """Writes what is not written yet. The lock is free meanwhile: a disk may be slow."""
+        """Writes unwritten records without holding the lock, because a disk may be slow."""
         with self._lock:
             file, lines = self._file, list(self._unwritten)
             self._unwritten.clear()
@@ -275,7 +275,7 @@ class Recorder:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def end(self, why: str) -> None:
-        """Adds the last records, and waits for a moment until they are written."""
+        """Adds the last records, and waits up to `_END_S` until they are written."""
         if self.ended or os.getpid() != self._owner:
             return
         self.ended = True
@@ -285,7 +285,7 @@ class Recorder:
             self._thread.join(_END_S)
 
     def work(self) -> bool:
-        """Does the thread's work for one interval. Returns False when it is over."""
+        """Does the thread's work for one interval. Returns False at the end."""
         over = self._stopping.wait(self.every_s) or self._transport() is None
         try:
             self.look()
@@ -298,7 +298,7 @@ class Recorder:
                 if self.metrics is not None:
                     self.metrics.close()
         except Exception:
-            # Nothing that goes wrong here may end a training or pass unnoticed.
+            # An error here must not end training, and must not pass unnoticed.
             _log.warning("rank %d: a record could not be made", self.who.rank, exc_info=True)
         return not over
 
@@ -309,10 +309,10 @@ def _work(found: weakref.ref[Recorder]) -> None:
 
 
 def record_session(session: Recorded) -> Recorder | None:
-    """Begins to record a session, where its network is real. Writes a file if the environment names a folder.
+    """Begins to record a session, unless its network is simulated. Writes a file if the environment names a folder.
 
     Raises:
-        ValueError: The environment names a folder in which nothing can be written.
+        ValueError: The folder that the environment names cannot be written, or metrics cannot be served.
     """
     global _registered_in
     transport: Any = session.group.transport
@@ -327,7 +327,7 @@ def record_session(session: Recorded) -> Recorder | None:
         try:
             if folder := os.environ.get(FOLDER_VARIABLE):
                 recorder.write_to(folder)
-            # One transport of a process is served: others would need another port.
+            # Only one transport of a process serves metrics: others would need another port.
             if (address := os.environ.get(METRICS_VARIABLE)) and not any(
                 each.metrics and not each.ended for each in _recorders
             ):
@@ -351,6 +351,6 @@ def _every_s() -> float:
 
 
 def _end_all() -> None:
-    """Ends all recorders: their threads must not meet an interpreter that is being taken down."""
+    """Ends all recorders: their threads must not run while the interpreter shuts down."""
     for recorder in list(_recorders):
         recorder.end("done")

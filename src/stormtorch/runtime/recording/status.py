@@ -1,4 +1,4 @@
-"""Where a rank stands, in a few lines of text for people and for `grep`."""
+"""Status of a rank as a few lines of text, for people and for `grep`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from stormtorch.telemetry.records import Record
 from stormtorch.telemetry.text import loss_text, rate_text, share_text, time_text
 
-# A peer that was not heard for so long is worth a line: beats come several times a second.
+# A peer silent for longer than this is worth a line: heartbeats arrive several times a second.
 _SILENT_S = 2.0
 
 
 def status_text(latest: Mapping[str, Record], now: float) -> str:
-    """Says where a rank stands.
+    """Formats a rank's status.
 
     Args:
         latest: The latest record of each kind.
@@ -25,7 +25,7 @@ def status_text(latest: Mapping[str, Record], now: float) -> str:
         who = f"rank {own['rank']} of {own['world']}{again}, job {own['job']}"
         lines.append(f"{who}, pid {own['pid']} on {own['host']}, {own['policy']}")
     if steps is None:
-        lines.append("step 0, none is complete yet")
+        lines.append("step 0, no step is complete yet")
     else:
         speed = steps["steps"] / steps["seconds"] if steps["seconds"] > 0 else 0.0
         lines.append(
@@ -50,12 +50,12 @@ def _of_links(links: Record) -> list[str]:
         lost, trip = loss_text(link["loss"]), time_text(link["rtt_s"])
         lines.append(f"worst link: with rank {peer}, loses {lost}, round trip {trip}{rate}")
     silent = {peer: link["heard_s"] for peer, link in links["links"].items() if link.get("heard_s", 0.0) > _SILENT_S}
-    lines += [f"not heard: rank {peer} for {seconds:.1f} s" for peer, seconds in silent.items()]
+    lines += [f"silent: rank {peer} for {seconds:.1f} s" for peer, seconds in silent.items()]
     if not links["quorum"]:
-        lines.append("hears no majority of the ranks, and waits for one")
+        lines.append("reaches no majority of the ranks, and waits for one")
     waits = links["waits"]
     if waits is None:
-        lines.append("waits for nobody")
+        lines.append("waits for no rank")
     else:
         lines.append(f"waits: {waits['seconds']:.1f} s in {waits['call']}, with rank {_ranks(waits['peers'])}")
     return lines
@@ -70,7 +70,7 @@ def worst_link(links: Record) -> tuple[str, Record] | None:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks in few letters: "0-3, 5"."""
+    """Abbreviates a list of ranks: "0-3, 5"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][-1] == rank - 1:

@@ -1,4 +1,4 @@
-"""What every prepared model has, whatever its policy: hooks, the parameter barrier, buffers, reports of a round.
+"""Sessions of prepared models, independent of the policy: hooks, parameter barrier, buffers, reports, drift, losses.
 
-Begin with `session.py`, which the hooks of `hooks.py` drive.
+Begin with `session.py`; the hooks in `hooks.py` call it from the user's training loop.
 """

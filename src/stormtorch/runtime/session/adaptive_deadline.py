@@ -1,4 +1,4 @@
-"""Deadlines under pressure: a step gives up what neighbours on the network delay, as far as the user allows it."""
+"""Adaptive deadlines of exchanges: under competing traffic, a step loses up to `allowed_loss` instead of waiting."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from stormtorch.reliability import Reliability
 from stormtorch.runtime.memory.arrival_counts import ArrivalCounts
 
 _WARM_UP = 4
-"""Rounds in which everything is waited for, before there is a deadline."""
+"""Rounds that wait for everything, before there is a deadline."""
 _SLACK = 1.25
-"""Times the shortest complete round that a deadline lasts at least: rounds differ a little without any neighbour."""
+"""Least deadline, as a multiple of the shortest complete round: rounds vary a little without competing traffic."""
 _MEMORY = 8
 """Rounds over which losses are averaged."""
 _LONGER, _SHORTER = 1.0, 0.25
-"""By how much a deadline changes in a round for what was lost above or below what is allowed, as parts of that."""
+"""Relative change of a deadline per round, as a multiple of the loss above or below the allowed loss."""
 _COMPLETE = 0.002
 """Loss up to which a round counts as complete: random loss of a good network."""
 
@@ -22,12 +22,12 @@ _COMPLETE = 0.002
 class AdaptiveDeadline:
     """The deadline of one stage of an exchange on one rank.
 
-    The deadline becomes shorter while less is lost than allowed, and longer while more is. So without neighbours it
-    ends nothing, and beside them a step costs what the user allows to lose before it costs time.
+    The deadline becomes shorter while less is lost than allowed, and longer while more is. So without competing traffic
+    it cuts nothing off, and with it a step first loses what the user allows and only then takes longer.
 
     Args:
         allowed: Fraction of the stage's chunks that may be lost, on average over some rounds; None sets no deadline.
-        exact: Whether the stage is repaired until nothing is missing, so that nothing may be given up.
+        exact: Whether the stage retransmits until nothing is missing, so that there is no deadline.
     """
 
     def __init__(self, allowed: float | None, *, exact: bool = False) -> None:
@@ -36,10 +36,10 @@ class AdaptiveDeadline:
         self._rounds = 0
         self._loss = 0.0
         self.deadline_s: float | None = None
-        """Seconds that the stage may take; None while they are not known."""
+        """Seconds that the stage may take; None while there is no deadline."""
 
     def learn(self, links: ArrivalCounts) -> None:
-        """Takes what arrived in a round, and how long that took."""
+        """Takes the arrivals of a round, and how long they took."""
         if self._allowed is None:
             return
         lost, chunks = links.counts()
@@ -59,7 +59,7 @@ class AdaptiveDeadline:
         self.deadline_s = max(self.deadline_s, _SLACK * self._fastest_s)
 
     def within(self, stage: Reliability, *, part: float = 1.0) -> Reliability:
-        """Returns the reliability of a stage with its deadline, or with a part of it; the user's own is kept."""
+        """Returns the reliability of a stage with this deadline, or a part of it. The user's own deadline is kept."""
         if self.deadline_s is None or stage.deadline_s is not None:
             return stage
         return replace(stage, deadline_s=part * self.deadline_s)

@@ -1,4 +1,4 @@
-"""A model's buffers, such as the statistics of batch normalisation: averaged over ranks when a call needs them."""
+"""A model's buffers, such as the statistics of batch normalisation: all-reduced to their mean when a call needs it."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -14,9 +14,9 @@ from stormtorch.runtime.memory.personal import personal_buffers
 
 
 class Buffers:
-    """A model's floating-point buffers, found by name, as forward may replace them by new tensors; no personal ones.
+    """A model's floating-point buffers without personal ones. Found by name, as forward may replace the tensors.
 
-    All sessions of a model share one, from `buffers_of`: a call of one session starts from what the last call made.
+    All sessions of a model share one object, from `buffers_of`: each call starts from the result of the last one.
 
     Args:
         model: The model that has the buffers.
@@ -25,9 +25,9 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._personal = personal_buffers(model)
-        # Each buffer at first, and its version. By weak reference: the id of a tensor that is gone may be reused.
+        # Each initial buffer and its version. A weak reference, as the id of a tensor that is gone may be reused.
         self._first = {name: (weakref.ref(each), each._version) for name, each in self._all().items()}
-        # Normalisation changes its statistics without a new version, so its buffers always count as changed.
+        # Normalisation layers change their buffers without a new version, so these always count as changed.
         for prefix, module in model.named_modules():
             if isinstance(module, _NormBase):
                 for name, _ in module.named_buffers(prefix):
@@ -42,9 +42,9 @@ class Buffers:
         }
 
     def remember(self) -> None:
-        """Copies the buffers at the end of a step, for calls of ranks that have not begun the next one.
+        """Copies the buffers at the end of a step, to serve calls of ranks that have not begun the next step.
 
-        Buffers that have never changed, such as tables, are not copied.
+        Buffers that have never changed, such as lookup tables, are not copied.
         """
         now = self._all()
         self._snapshot = {
@@ -59,7 +59,7 @@ class Buffers:
 
     @torch.no_grad()
     def average(self, group: Group) -> None:
-        """Sets the buffers to their mean over all ranks. A value that all ranks share keeps every bit.
+        """Sets the buffers to their mean over all ranks. Values that are equal on all ranks keep every bit.
 
         Raises:
             Interrupted: A rank is gone, and another view begins without it.
@@ -68,7 +68,7 @@ class Buffers:
         if not buffers:
             return
         mean = _mean(_flat(buffers.values()), group)
-        # Before the buffers change: the next call may ask for what is remembered, which must then be this mean.
+        # Before the buffers change: the next call may use the snapshot, which must then be this mean.
         self._update_snapshot(buffers, mean)
         self.set_mean(mean)
 
@@ -86,9 +86,9 @@ class Buffers:
                 buffer.copy_(mean[here].view(buffer.shape))
 
     def contribute(self, group: Group) -> torch.Tensor | None:
-        """Takes part in the others' mean with the buffers that were last remembered. The buffers stay as they are.
+        """Contributes the last snapshot to the mean that other ranks compute. The buffers stay as they are.
 
-        The mean is remembered in their place: a second call at the same step must not weigh this rank's again.
+        The mean replaces the snapshot, so that a second call at the same step does not count this rank twice.
         """
         given = {name: self._snapshot.get(name, each) for name, each in self._all().items()}
         if not given:
@@ -98,7 +98,7 @@ class Buffers:
         return mean
 
     def _update_snapshot(self, given: Mapping[str, torch.Tensor], mean: torch.Tensor) -> None:
-        """Remembers the mean of some buffers. Tables, which the mean does not change, are still not copied."""
+        """Stores the mean of some buffers. Tables, which the mean does not change, are still not copied."""
         parts = torch.split(mean, [each.numel() for each in given.values()])
         own = torch.split(_flat(given.values()), [each.numel() for each in given.values()])
         for (name, each), part, before in zip(given.items(), parts, own, strict=True):
@@ -125,7 +125,7 @@ def _flat(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _mean(own: torch.Tensor, group: Group) -> torch.Tensor:
-    # The first rank's values plus the mean difference from them: a plain mean would round, and so change equal values.
+    # The first rank's values plus the mean difference from them: a plain mean would round, which changes equal values.
     first = own.clone()
     complete(collectives.broadcast(group, first, 0), group)
     difference = torch.where(own == first, 0.0, own - first)

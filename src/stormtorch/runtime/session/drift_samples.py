@@ -1,4 +1,4 @@
-"""Measures drift: at every step all ranks compare their copies of the same few elements, chosen anew each time."""
+"""Measures drift (replica divergence): at every step, all ranks compare their copies of a few random elements."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,10 +11,10 @@ from stormtorch import theory
 from stormtorch.runtime.memory.bucket import Bucket
 
 _Picks = tuple[list[tuple[Bucket, torch.Tensor]], torch.Tensor]
-"""Elements of the buckets of one device: which of each bucket, and where their values go."""
+"""Elements of the buckets of one device: their positions in each bucket, and where their values go."""
 Values = npt.NDArray[np.float32]
 
-# Steps for which elements are drawn at once: a draw takes longer than a small model's step should. More takes memory.
+# Steps for which elements are drawn at once: one draw per step would slow small models. More steps take more memory.
 _AHEAD = 8
 
 
@@ -34,8 +34,8 @@ class DriftSamples:
         self._buckets = buckets
         self.each = -(-samples // owners) if samples else 0
         """Number of elements per owner."""
-        # For each owner: where its pieces end if they are put in a row, how much to add to an element's place in that
-        # row to get its place in a bucket, and the bucket of each piece.
+        # For each owner, with its pieces concatenated: the end of each piece, the offset from an element's position in
+        # the concatenation to its position in the bucket, and the bucket of each piece.
         self._ends: list[torch.Tensor] = []
         self._firsts: list[torch.Tensor] = []
         self._bucket_indices: list[torch.Tensor] = []
@@ -46,16 +46,16 @@ class DriftSamples:
             self._ends.append(ends)
             firsts = torch.tensor([piece.first for _, piece in pieces], dtype=torch.int64, device="cpu")
             self._firsts.append(firsts - (ends - counts))
-            self._bucket_indices.append(torch.tensor([home for home, _ in pieces], device="cpu"))
+            self._bucket_indices.append(torch.tensor([index for index, _ in pieces], device="cpu"))
         self._random = torch.Generator(device="cpu")
-        # Small models have one bucket, and every operation of a step counts for them.
+        # A fast path for small models, which have one bucket and feel every operation of a step.
         all_own = all(ends.numel() for ends in self._ends)
         self._only_bucket = buckets[0] if len(buckets) == 1 and self.each and all_own else None
         self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """For each owner, where its elements of some steps are, and in which of its pieces; a row for each step."""
+        """For each owner, the positions and piece indices of its elements for some steps, one row for each step."""
         self._drawn_for = -1
         self._rows = self._where = torch.empty(0, dtype=torch.int64, device="cpu")
-        """Where the chosen elements are in the only bucket, if there is one, in some steps and in this one."""
+        """Positions of the chosen elements if there is only one bucket: for some steps, and for this one."""
         self._positions: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._found: dict[range, list[_Picks]] = {}
         self._own = range(rank, rank + 1)
@@ -66,7 +66,7 @@ class DriftSamples:
 
     @property
     def samples(self) -> int:
-        """Number of elements in all."""
+        """Total number of elements."""
         return self.each * self.owners
 
     def choose(self, step: int) -> None:
@@ -88,7 +88,7 @@ class DriftSamples:
         ]
 
     def _draw(self, owner: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws elements of an owner, a row for each step. Returns where they are, and in which of its pieces."""
+        """Draws elements of an owner, one row for each step. Returns their positions and piece indices."""
         ends, firsts = self._ends[owner], self._firsts[owner]
         total = int(ends[-1]) if ends.numel() else 0
         if total == 0:
@@ -103,7 +103,7 @@ class DriftSamples:
         return self._read(range(self.owners)) if self.each else torch.empty(0)
 
     def before_step(self) -> None:
-        """Remembers the chosen elements that this rank owns."""
+        """Reads the chosen elements that this rank owns, for `after_step`."""
         self._before = self._read(self._own)
 
     def after_step(self) -> None:
@@ -118,11 +118,11 @@ class DriftSamples:
         Args:
             update_variance: Mean square of the last update, over all ranks.
             loss: Loss of the broadcast.
-            lead: Updates by which the broadcast was ahead.
+            lead: Updates by which the broadcast was extrapolated.
             max_lag: Highest age of a copy, or None.
             again: Whether this update was counted before.
         """
-        # The update of j steps ago is in the difference with a weight of p^j, so this running mean weighs it the same.
+        # The update of j steps ago has a weight of p^j in the difference, so this running mean gives it the same.
         if self._square is None:
             self._square = update_variance
         elif not again:
@@ -137,7 +137,7 @@ class DriftSamples:
         if owners not in self._found:
             self._found[owners] = _find(self._buckets, [self._positions[owner] for owner in owners])
         values = torch.full((len(owners) * self.each,), torch.nan, dtype=torch.float32, device="cpu")
-        # One copy from each device: each waits for all that the device still computes.
+        # One copy for each device, as each copy waits for everything that the device still computes.
         for picks, into in self._found[owners]:
             values[into] = torch.cat([bucket.flat[where].float() for bucket, where in picks]).cpu()
         return values
@@ -157,7 +157,7 @@ class DriftSamples:
 
 
 def _find(buckets: Sequence[Bucket], positions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[_Picks]:
-    """Finds elements, given by their buckets and their places there, on the devices on which they are."""
+    """Groups elements, given by bucket and position, by device."""
     bucket_indices, at = (torch.cat(each) for each in zip(*positions, strict=True))
     found: list[_Picks] = []
     for device in dict.fromkeys(bucket.device for bucket in buckets):
@@ -175,7 +175,7 @@ def _find(buckets: Sequence[Bucket], positions: Sequence[tuple[torch.Tensor, tor
 
 
 def mean_squared_difference(own_S: torch.Tensor, others: Iterable[torch.Tensor]) -> float | None:
-    """Returns the mean squared difference between this replica and others, where nobody owns anything."""
+    """Returns the mean squared difference between this replica and others, for policies without owners."""
     return _mean([np.square(each.numpy() - own_S.numpy()) for each in others]) if own_S.numel() else None
 
 

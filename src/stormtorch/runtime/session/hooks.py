@@ -1,4 +1,4 @@
-"""Hooks on the user's model and optimizer: through them, an unchanged training loop drives a session."""
+"""Hooks on the user's model and optimizer (forward, step, state dict): a plain training loop drives a session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stormtorch.runtime.session.session import Session, any_prepared, combined, 
 
 
 def install_hooks(session: Session) -> None:
-    """Makes the optimizer of a session a prepared one, and its model one whose state all ranks share."""
+    """Installs a session's hooks on its optimizer and model."""
     session.bytes_sent()
     adopt(session.optimizer, session)
     session.optimizer.__dict__["ledger"] = session.ledger
@@ -42,9 +42,9 @@ def install_hooks(session: Session) -> None:
 
 
 class _Outermost:
-    """Tells a call of `step` from those within it, where an optimizer calls the step of its base class.
+    """Distinguishes an outer call of `step` from nested ones, where an optimizer calls the step of its base class.
 
-    torch calls hooks in both if there has been an optimizer of the base class.
+    torch runs the hooks in both if an optimizer of the base class has existed.
     """
 
     _all: ClassVar[weakref.WeakSet[_Outermost]] = weakref.WeakSet()
@@ -59,7 +59,7 @@ class _Outermost:
         return any(each._frame is not None and within_step.on_stack(each._frame, frame) for each in list(cls._all))
 
     def begins(self, frame: FrameType) -> bool:
-        """Notes the call of a step. Returns False if it is made within another."""
+        """Records that a step begins. Returns False if the call is nested in another step."""
         if self._frame is not None and within_step.on_stack(self._frame, frame):
             return False
         self._frame = frame
@@ -70,7 +70,7 @@ class _Outermost:
         return frame is self._frame
 
     def ends(self) -> None:
-        """Notes that it ends."""
+        """Records that the outermost call ends."""
         self._frame = None
 
 
@@ -84,7 +84,7 @@ def _hook_optimizer(session: Session, kept: PreparedParameters) -> None:
             kept.check()
             _warn_of_unprepared(session)
             session.reattach_parameters()
-            # kwargs may hold more than the closure, and the closure may be None in either place.
+            # kwargs may hold more than the closure, which may be None in args and in kwargs.
             closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))
             with in_call("optimizer.step()"):
                 session.before_step(closure=closure)
@@ -129,7 +129,7 @@ def _hook_optimizer(session: Session, kept: PreparedParameters) -> None:
 
     session.optimizer.register_step_pre_hook(before)
     keep_last(session.optimizer, session.optimizer.register_step_pre_hook(last))
-    # First, so that hooks of the program see the parameters that have arrived.
+    # Runs first, so that the program's own hooks see parameters that have arrived.
     found = session.optimizer.register_step_post_hook(after)
     hooks: Any = session.optimizer._optimizer_step_post_hooks
     hooks.move_to_end(found.id, last=False)
@@ -162,7 +162,7 @@ def _hook_model(session: Session, kept: PreparedParameters) -> None:
             for bucket in session.buckets:
                 bucket.clear_pruned()
             session.loaded()
-            buffers_of(module).remember()  # other ranks may ask for them before this rank's next step
+            buffers_of(module).remember()  # other ranks may need them before this rank's next step
 
     model = session.model
     model.register_forward_pre_hook(forward)
@@ -172,8 +172,8 @@ def _hook_model(session: Session, kept: PreparedParameters) -> None:
 
 
 def _add_no_sync(model: nn.Module) -> None:
-    """Gives a model what scripts for DDP use: `no_sync()` and `require_backward_grad_sync`."""
-    # A function and not a method: a copy of the model must not copy the session.
+    """Adds to a model what scripts for DDP use: `no_sync()` and `require_backward_grad_sync`."""
+    # A function, not a method, so that a copy of the model does not copy the session.
     model_of = weakref.ref(model)
 
     def no_sync() -> contextlib.AbstractContextManager[None]:
@@ -181,12 +181,12 @@ def _add_no_sync(model: nn.Module) -> None:
         return combined(each.no_sync() for each in ([] if model is None else sessions_of(model)))
 
     model.__dict__["no_sync"] = no_sync
-    # By setattr, not in __dict__: a compiled model passes attributes on to the model that it was made of.
+    # By setattr, not in __dict__: a compiled model forwards attributes to the original model.
     model.require_backward_grad_sync = True  # type: ignore[assignment]  # torch's modules hold anything
 
 
 def _warn_of_unprepared(session: Session) -> None:
-    """Warns once, at the first step: until then, another optimizer may still be prepared."""
+    """Warns once, at the first step, of parameters without a prepared optimizer. Until then, one may be prepared."""
     if session.checked_left_out:
         return
     sessions = sessions_of(session.model)

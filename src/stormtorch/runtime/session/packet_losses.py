@@ -1,4 +1,4 @@
-"""Measures how much of what one rank sends is lost, from the reports of the others at every step."""
+"""Measures packet loss: the fraction of one rank's messages that is lost, from the receivers' reports at every step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PacketLosses:
         self.gradients = [LossMeter(0.0) for _ in chunks]
         """Loss of this rank's gradients at each owner."""
         self.raw = LossMeter(0.0)
-        """Loss of all that is not sent again, before parity brought any back."""
+        """Loss before parity recovered any chunks, of stages without retransmission."""
         self._redundancy_factor = 1.0
         self._policy = policy
         self._rank = rank
@@ -34,14 +34,14 @@ class PacketLosses:
         self._reported = LossMeter(0.0, prior=0.0)
 
     def inherit(self, before: PacketLosses) -> None:
-        """Goes on from what was measured in an earlier view. Links may be others now; the broadcast is the same."""
+        """Takes over measurements of an earlier view, except those per link, as members may have changed."""
         self.broadcast, self._reported, self.raw = before.broadcast, before._reported, before.raw
 
     @property
     def at_most(self) -> float:
-        """Loss of the broadcast for bounds, without the prior, which makes it too small in the first steps.
+        """Loss of the broadcast for bounds, without the prior, which would make it too small in the first steps.
 
-        It is at most two standard errors above the measured loss, as few chunks tell little.
+        It is at most two standard errors above the loss with the prior, as a few chunks give a poor estimate.
         """
         value, (_, sent) = self.broadcast.value, self.broadcast.state
         _, counted = self._reported.state
@@ -49,11 +49,11 @@ class PacketLosses:
         return min(self._reported.value if counted else 0.0, above, rules.MOST_LOSS)
 
     def translate(self, *, gradients: float, broadcast: float) -> None:
-        """Makes what was counted tell of messages with another redundancy; see `LossMeter.translate`.
+        """Rescales the measured losses to the redundancy of the next messages; see `LossMeter.translate`.
 
         Args:
-            gradients: Factor by which the redundancy to come changes the loss of gradients, and
-            broadcast: that of parameters.
+            gradients: Factor by which the new redundancy changes the loss of gradients.
+            broadcast: Factor by which it changes the loss of parameters.
         """
         most = self.raw.value
         if gradients != 1.0:
@@ -62,7 +62,7 @@ class PacketLosses:
         if broadcast != 1.0:
             for meter in (self.broadcast, self._reported):
                 meter.translate(broadcast, most)
-        # The gradients of this step are told with the next, and went with the redundancy so far.
+        # The next reports are about this step's gradients, which had the old redundancy.
         self._redundancy_factor = gradients
 
     def _count(self, lost: float, sent: float) -> None:
@@ -76,8 +76,8 @@ class PacketLosses:
 
         Args:
             reports: Reports of the others about the previous step.
-            guarded: Whether the broadcast of that step was repaired because the guard demanded it.
-            retransmitted: Chunks lost and sent in the first pass of that broadcast, as its repair shows them.
+            guarded: Whether the broadcast of that step was exact because the guard demanded it.
+            retransmitted: Chunks lost and sent in the first pass of that broadcast, estimated from retransmissions.
         """
         for peer, report in reports.items():
             if report.gradients_missing >= 0.0:
@@ -96,7 +96,7 @@ class PacketLosses:
         self._count(sum(reported) * chunks, len(reported) * chunks)
 
     def _first_pass(self, reports: Mapping[int, Report], retransmitted: tuple[float, float]) -> None:
-        """Counts what a repaired broadcast lost in its first pass: as much as gradients, if those are not repaired."""
+        """Counts the loss of an exact broadcast's first pass: that of gradients, if those are not retransmitted."""
         lost, sent = retransmitted
         if self._policy.up.budget == 1.0:
             reported = [
@@ -106,5 +106,5 @@ class PacketLosses:
             sent = sum(self._chunks[peer] for peer, _ in reported)
         allowed = self._policy.down
         if allowed.deadline_s is None:
-            lost = min(lost, allowed.budget * sent)  # without the guard, it would be repaired down to the budget
+            lost = min(lost, allowed.budget * sent)  # without the guard, retransmission would stop at the budget
         self._count(lost, sent)

@@ -1,4 +1,4 @@
-"""A gate that makes each module wait for parameters that are still on their way, before it reads them."""
+"""The parameter barrier: a forward pre-hook on each module waits for parameters in flight before the module runs."""
 
 import logging
 import time
@@ -19,8 +19,8 @@ class ParameterBarrier:
     Args:
         model: The model whose modules wait.
         buckets: Buckets that hold the parameters.
-        receive: Called once per bucket that is on its way; returns when its parameters have arrived.
-        passed: Called when all buckets have arrived.
+        receive: Called once per bucket in flight; returns when its parameters have arrived.
+        on_complete: Called when all buckets have arrived.
         overlap: Whether modules wait; otherwise `close` waits for everything.
     """
 
@@ -35,7 +35,7 @@ class ParameterBarrier:
     ) -> None:
         self.overlap = overlap and not _compiled(model)
         self.waited_s = 0.0
-        """Seconds of waiting since the gate was closed."""
+        """Seconds of waiting since the barrier was closed."""
         self._buckets = buckets
         self._receive = receive
         self._on_complete = on_complete
@@ -53,11 +53,11 @@ class ParameterBarrier:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing is on its way."""
+        """Whether no parameters are in flight."""
         return not self._closed and not self._receiving
 
     def close(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Called when parameters are on their way, by default all; waits for them unless modules do."""
+        """Called when parameters are in flight, by default all of them. Waits for them unless modules do."""
         self.waited_s = 0.0
         self._closed = {bucket.index for bucket in (self._buckets if buckets is None else buckets)}
         if not self.overlap:
@@ -91,7 +91,7 @@ class ParameterBarrier:
             self.overlap = False
 
     def _hook(self, needed: list[int]) -> Callable[[nn.Module, object], None]:
-        # A function and not a method: copies of the model then share it, and do not copy the gate.
+        # A function, not a method, so that copies of the model share it and do not copy the barrier.
         def wait(_module: nn.Module, _args: object) -> None:
             if not torch.compiler.is_compiling():
                 if self._closed:
@@ -105,7 +105,7 @@ class ParameterBarrier:
         reason="a prepared model waits for its parameters: compile it before prepare(), or use overlap=False"
     )
     def _compiling(self) -> None:
-        """Makes `step` wait from now on, as compiled code cannot. The next compilation then has no graph break here."""
+        """Makes `step` wait from now on, as compiled code cannot. The next compilation has no graph break here."""
         self.open()
         self.overlap = False
 

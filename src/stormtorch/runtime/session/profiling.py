@@ -1,4 +1,4 @@
-"""Events for torch's profiler: both stages of a step, bucket by bucket, with the bytes that travel."""
+"""Ranges for torch's profiler: both stages of a step, bucket by bucket, with the bytes that are sent."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ _NOTHING = contextlib.nullcontext()
 def profiler_range(
     what: str, bucket: int, elements: int, dtype: torch.dtype
 ) -> contextlib.AbstractContextManager[object]:
-    """Returns a context that is an event of the profiler; an empty one if no profiler runs in this thread.
+    """Returns a context that records a range in the profiler; an empty one if no profiler runs in this thread.
 
     Args:
         what: Name of the operation.

@@ -1,7 +1,7 @@
-"""Collectives in a row: the second begin as soon as the first have ended, whatever the rank does meanwhile.
+"""Chained collectives of hierarchical exchanges: a background thread begins the second ones when the first have ended.
 
-Where exchanges go by machines, other ranks wait for what this one passes on. Its program may then compute, evaluate or
-wait in a barrier, so a background thread does it.
+In a hierarchical exchange, other ranks wait for what this rank forwards. Its program may be computing, evaluating or
+waiting in a barrier then, so a background thread forwards.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from stormtorch.exchange.exchange import ExchangeResult, Transport
 from stormtorch.staging.threads import run_soon
 
 Then = Callable[[], Sequence[Pending]]
-"""Function that begins the second collectives. It must not wait for anything."""
+"""Begins the second collectives. It must not block."""
 
 
 class Relay(Pending):
-    """Collectives under way, of which the second begin when all of the first have ended.
+    """Two sets of collectives, of which the second begins when all of the first have ended.
 
     If one of the first fails, none of the second begins, and `wait` raises the error. Peers in the second then wait for
-    this rank until another view begins without it: a relay is for groups with a view.
+    this rank until another view begins without it, so relays are only for groups with a view.
 
     Args:
         transport: Carries the exchanges.
-        first: Collectives that have begun. Nobody else may wait for them.
-        then: Begins the second ones, on the background thread.
+        first: Collectives that have begun. Only the relay may wait for them.
+        then: Begins the second collectives, on the background thread.
         peers: Ranks on which the first depend.
     """
 
@@ -54,7 +54,7 @@ class Relay(Pending):
                 each.wait()
             with self._lock, torch.no_grad():
                 if self._aborted:
-                    raise Closed("the collective was given up")
+                    raise Closed("the collective was aborted")
                 second = then()
         except BaseException as error:
             for each in self._first:
@@ -64,19 +64,19 @@ class Relay(Pending):
             self._second.set_result(second)
 
     def wait(self, timeout_s: float | None = None) -> list[ExchangeResult]:
-        """Blocks until all have ended, and returns the arrivals of the second. It takes no other time than theirs."""
+        """Blocks until all have ended. Returns the arrivals of the second; `timeout_s` applies only to those."""
         self._transport.wait_future(self._second, self._peers)
         return [arrival for each in self._second.result() for arrival in each.wait(timeout_s)]
 
     def stop(self) -> None:
-        """Gives everything up without waiting for the end: `cancel` does."""
+        """Aborts all collectives without waiting for their end; `cancel` also waits."""
         with self._lock:
             self._aborted = True
         for each in self._first:
             each.stop()
 
     def cancel(self) -> None:
-        """Gives everything up. All tensors belong to the caller again."""
+        """Aborts all collectives and waits for their end. Afterwards, the caller owns all tensors again."""
         self.stop()
         self._transport.wait_future(self._second, self._peers)
         if self._second.exception() is None:
@@ -85,23 +85,23 @@ class Relay(Pending):
 
     @property
     def ended(self) -> bool:
-        """Whether all are already known to have ended, without asking the transport."""
+        """Whether all are known to have ended, without polling the transport."""
         if not self._second.done():
             return False
         return self._second.exception() is not None or all(each.ended for each in self._second.result())
 
     def done(self) -> bool:
-        """Asks whether all have ended, well or not."""
+        """Polls whether all have ended, successfully or not."""
         if not self._second.done():
             return False
         return self._second.exception() is not None or all(each.done() for each in self._second.result())
 
 
 class Relays:
-    """Relays of one session, passed on one after the other.
+    """Queue of one session's relays, whose second collectives begin one relay after the other.
 
-    The first collectives of all relays begin at once, before any rank waits for one, so the order in which they are
-    passed on keeps nobody waiting for ever.
+    The first collectives of all relays begin at once, before any rank waits for one, so the order of the queue cannot
+    cause a deadlock.
 
     Args:
         transport: Carries the exchanges.
@@ -114,7 +114,7 @@ class Relays:
         self._running = False
 
     def begin(self, first: Sequence[Pending], then: Then, peers: Sequence[int]) -> Relay:
-        """Has `then` called as soon as all of `first` have ended. Returns at once; see `Relay`."""
+        """Calls `then` on the background thread once all of `first` have ended. Returns at once; see `Relay`."""
         relay = Relay(self._transport, first, then, peers)
         with self._lock:
             if not self._running:

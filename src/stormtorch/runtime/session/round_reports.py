@@ -1,6 +1,6 @@
-"""What ranks tell each other alongside an exchange: what was lost, how far apart replicas are, which settings they use.
+"""Reports that all ranks exchange in each round: packet loss, samples for drift, digests of optimizer settings.
 
-All sessions share this, whatever their policy exchanges. It begins anew with every view, as ranks come and go.
+All sessions use them, whatever their policy exchanges. They are set up again in every view, as members change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("stormtorch")
 
 
 class RoundReports:
-    """The rounds of one session: each is an exchange, with a report from every member to every other.
+    """Sends and receives the reports of one session's rounds: one from every member to every other in each round.
 
     Args:
         session: The session.
@@ -45,13 +45,13 @@ class RoundReports:
         self._reports: Reports
 
     def agree(self) -> None:
-        """Compares the optimizer's settings when all ranks begin together."""
+        """Compares the optimizer's settings of all ranks at the start of the job."""
         if self.hyperparameters.compared:
             group = self._session.channel("begin/settings", interruptible=True)
             self.hyperparameters.agree(group, self._session.labels(), "at prepare()")
 
     def begin_view(self, buckets: Sequence[Bucket]) -> None:
-        """Begins the session's view, of which the buckets have the shards."""
+        """Begins a view, for which the buckets have been partitioned."""
         self._buckets = buckets
         self.members_group = self._session.channel("here")
         self.drift = DriftSamples(buckets, self.members_group.size, self.members_group.rank, self._policy.drift_samples)
@@ -62,7 +62,7 @@ class RoundReports:
 
         Args:
             chunks: Number of chunks in each owner's shards.
-            wanted: How many of each owner's chunks a report may ask for.
+            wanted: How many of each owner's chunks a report may request.
         """
         before = getattr(self, "losses", None)
         self.losses = PacketLosses(self._policy, self.members_group.rank, chunks)
@@ -78,7 +78,7 @@ class RoundReports:
         ]
 
     def barrier(self) -> Barrier:
-        """Returns the place where ranks meet for calls that all of them make."""
+        """Returns the barrier for calls that all ranks make."""
         calls, exact = (self._session.channel(name, interruptible=True) for name in ("calls", "exact"))
         return Barrier(calls, exact, EXACT, self._policy.collective_wait_s)
 
@@ -92,15 +92,15 @@ class RoundReports:
         )
 
     def peers_waiting(self) -> list[int]:
-        """Returns the members that have sent their reports of the next round, which this rank has not begun."""
+        """Returns the members that have begun the next round, which this rank has not, by their reports."""
         return [peer for peer, _ in self._reports.group.posted_by_peers()]
 
     def receive_reports(self, pending_reports: Pending, row: LedgerRow, step: int, digest: int) -> dict[int, Report]:
-        """Waits for the reports of a round, and returns those of all other members that are there.
+        """Waits for the reports of a round, and returns those of all other live members.
 
         Args:
             pending_reports: What `send_reports` returned.
-            row: Row of the round; gets the ranks that are missing, and events.
+            row: Row of the round; receives the ranks that are missing, and events.
             step: Number of the step.
             digest: Digest of this rank's optimizer settings, 0 if they are not compared now.
 
@@ -123,7 +123,7 @@ class RoundReports:
                 *(self.members_group.size, "s" * (self.members_group.size > 1)),
             )
         if len({digest, *(report.settings for report in reports.values())} - {0}) > 1:
-            # Every rank has seen that digests differ, so all compare their settings.
+            # Every rank sees that digests differ, so all take part in comparing the settings.
             group = self._session.round_channel("settings")
             row.events += self.hyperparameters.agree(group, self._session.labels(), f"at step {step}")
         return reports

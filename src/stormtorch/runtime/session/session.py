@@ -1,4 +1,4 @@
-"""A session, the base of what every policy does on a real rank: the model and optimizer, and what hooks call."""
+"""The session: base class of every policy's runtime on one rank. It holds model and optimizer; hooks call it."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ from stormtorch.telemetry.ledger import Ledger, LedgerRow
 
 _log = logging.getLogger("stormtorch")
 
-# Name under which a rank tells how often it has pruned.
+# Keys of what a rank sends in the handshake of a view: how often it has pruned,
 _PRUNINGS = "stormtorch/prunings"
-# Name under which it tells its loss scale.
+# its loss scale,
 _SCALE = "stormtorch/scale"
-# Name under which it tells what its optimizer keeps beside the state of parameters.
+# what its optimizer keeps beside the state of parameters,
 _BESIDE = "stormtorch/beside"
-# Name under which it tells what it was given to prepare.
+# digests of the model, optimizer and policy that it has prepared,
 _PREPARED = "stormtorch/prepared"
-# Name under which it tells which parameters its program has frozen since `prepare`.
+# and the parameters that its program has frozen since `prepare`.
 _FROZEN = "stormtorch/frozen"
 _JOINED_MESSAGE = (
-    "this process has come into a running job, with the others' parameters, buffers, optimizer and settings: what the "
+    "this process has joined a running job, with the others' parameters, buffers, optimizer and settings: what the "
     "program itself keeps, as schedulers, averages or slow weights, comes along only by session.carry()"
 )
-# What ranks tell each other about a step: steps would wait for it behind everything else if it had low priority.
+# Channels of small messages that steps wait for. They use the job's priority, as the session's may be low.
 _SMALL_CHANNELS = frozenset({"begin/settings", "calls", "here", "meet", "norms", "settle", "weights"})
 
 # Weak on both sides: the optimizer and the model's hooks keep a session alive, and the session keeps the model.
@@ -63,18 +63,18 @@ _sessions: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Session]]] = we
 
 
 class Session(SessionCollectives, ABC):
-    """A prepared model and optimizer on one rank. A subclass does what its kind of policy needs.
+    """A prepared model and optimizer on one rank. Subclasses implement the kinds of policies.
 
     Args:
         model: The user's model.
         optimizer: The user's optimizer.
         group: The ranks that train together.
-        name: First part of the names of the session's channels; no other session of the transport has it.
+        name: First part of the names of the session's channels, unique on the transport.
         policy: The user's policy.
     """
 
     splits_optimizer = False
-    """Whether each rank has the optimizer for a part of the parameters alone."""
+    """Whether each rank runs the optimizer only on its shard of the parameters."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, name: str, policy: Policy
@@ -93,13 +93,13 @@ class Session(SessionCollectives, ABC):
         self._carried: dict[str, tuple[Callable[[], bytes], Callable[[dict[int, bytes]], None]]] = {}
         self._has_left = self._applying_view = False
         self._reported: dict[int, dict[str, bytes]] = {}
-        """What the others have told when this process came into the job, for those who ask only afterwards."""
+        """What members sent when this process joined, kept until the first step for later calls of `carry`."""
         self._on_step: list[Callable[[int], None]] = []
         self.machines: dict[int, str] = {}
-        """Identity of the machine of each rank, as each has told it; empty if it is unknown."""
+        """Identity of the machine of each rank, as that rank reported it; empty if unknown."""
         self._bytes_sent = 0
         self._parity: dict[str, int] = {}
-        # The transport may forget the names of a session's channels once the session is gone: no other one uses them.
+        # Once the session is gone, the transport may forget its channels, as no other session uses their names.
         self._channels_used: set[str] = set()
         weakref.finalize(self, group.transport.channels.forget, self._channels_used).atexit = False
         self._given = given.describe(model, optimizer, policy)
@@ -115,26 +115,26 @@ class Session(SessionCollectives, ABC):
         """Parameters that required no gradient at `prepare`, so that no bucket has them."""
         self.buckets: list[Bucket] = []
         self.prunings = 0
-        """How often parameters have been pruned; a rank with fewer gets its masks when a view begins."""
+        """How often parameters have been pruned. A rank with fewer prunings receives masks when a view begins."""
         self._pruned_at = (0, 0)
-        """Step before which parameters were pruned last, and how often they were before it."""
+        """Step before which parameters were pruned last, and how many times since the step before it."""
         self._pruned_ahead = (0, 0)
-        """Calls that other ranks had made before this process came; its own program makes them once more."""
+        """The same for prunings that members made before this process joined: its own program repeats these calls."""
         self.auxiliary_state = AuxiliaryState(optimizer, self.parameters)
         """What the optimizer keeps beside the state of parameters."""
         self._join_messages: list[str] = []
-        """What is to be said of how this process came into the job, once the view has begun."""
+        """Warnings about how this process joined, to be logged once the view has begun."""
         self.scaling = LossScale()
         """The loss scale of the gradients, where ranks exchange gradients."""
         self.checked_left_out = False
-        """Whether parameters that no prepared optimizer has were looked for."""
+        """Whether the check for parameters without a prepared optimizer has been made."""
         check_model(model, self.parameters)
         check_parameters(self.shared)
 
     def backward_ended(self) -> None:
         """Completes the gradients of all optimizers of the model, in the same order on all ranks.
 
-        A backward may have brought gradients for one optimizer on this rank and for another one on others.
+        One backward may produce gradients for different optimizers on different ranks.
         """
         for session in sessions_of(self.model):
             session.complete_gradients()
@@ -143,33 +143,33 @@ class Session(SessionCollectives, ABC):
         """Whether backward may exchange gradients: scripts for DDP forbid it by `model.require_backward_grad_sync`."""
         return bool(getattr(self.model, "require_backward_grad_sync", True))
 
-    # --- what a subclass does ---------------------------------------------------------------------------------------
+    # --- for subclasses to implement --------------------------------------------------------------------------------
 
     @abstractmethod
     def complete_gradients(self) -> None:
-        """Ends the exchange of gradients, if there is one and `no_sync` does not forbid it."""
+        """Completes the exchange of gradients, if there is one and `no_sync` does not forbid it."""
 
     @abstractmethod
     def before_step(self, *, closure: bool) -> None:
         """Called before the optimizer steps. With a closure, gradients are computed within the step."""
 
     def gradients_final(self, *, within: bool = False) -> None:
-        """Called when gradients are what the optimizer is about to use.
+        """Called when gradients have the values that the optimizer is about to use.
 
         Args:
             within: Whether a closure has computed them within the optimizer's step, which may call it again.
         """
         return
 
-    def settle_gradients(self) -> None:  # only owners have gradients besides
-        """Takes what the program has made of its gradients since backward, if the optimizer has others."""
+    def settle_gradients(self) -> None:  # only a sharded optimizer has gradients of its own
+        """Copies the program's changes of its gradients since backward to the optimizer, if that has others."""
 
     def whole_groups(self) -> list[dict[str, Any]] | None:
-        """Returns the optimizer's groups with the model's parameters; None if it has them."""
+        """Returns the optimizer's groups with the model's parameters; None if its own groups have them."""
         return None
 
     def moves(self, method: Callable[[], Any]) -> Any:
-        """Calls a method of the optimizer that may move parameters outside a step, for all that this rank has."""
+        """Calls a method of the optimizer that may move parameters outside a step, on all state that this rank has."""
         return method()
 
     def closure_begins(self) -> None:
@@ -178,16 +178,16 @@ class Session(SessionCollectives, ABC):
 
     @abstractmethod
     def after_step(self) -> None:
-        """Called after the optimizer has stepped, before hooks of the program."""
+        """Called after the optimizer has stepped, before the program's own hooks."""
 
     @abstractmethod
     def zero_grad(self, set_to_none: bool) -> None:
-        """Forgets all gradients."""
+        """Clears all gradients."""
 
     def shard_prints(self) -> dict[int, list[int]]:
-        """Returns fingerprints of this rank's shard and of the one that it follows, by the rank that owns each.
+        """Returns fingerprints of this rank's shard and of the one that it follows, by owner.
 
-        They are of values and state after the last step, if the program has changed nothing since.
+        They cover values and optimizer state after the last step, if the program has changed nothing since.
         """
         return {}
 
@@ -197,7 +197,7 @@ class Session(SessionCollectives, ABC):
 
     @abstractmethod
     def synchronise(self, call: int = EXACT_MODEL) -> None:
-        """Gives every rank the parameters that count under the policy. All ranks take part.
+        """Sets the parameters on every rank to the exact ones under the policy. A collective: all ranks take part.
 
         Args:
             call: Number of the user's call that needs them, as in `stormtorch.runtime.members.barrier`.
@@ -209,11 +209,11 @@ class Session(SessionCollectives, ABC):
 
     @abstractmethod
     def loaded(self) -> None:
-        """Called after `load_state_dict` has given the model other values."""
+        """Called after `load_state_dict` has changed the model's values."""
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
-        """Enters a context within which the parameters are those that count under the policy. All ranks take part."""
+        """Enters a context within which the parameters are the exact ones under the policy. All ranks take part."""
         self.reattach_parameters()
         self.synchronise()
         yield
@@ -223,11 +223,11 @@ class Session(SessionCollectives, ABC):
         return local
 
     def local_state(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """Returns this rank's part of a state dict of the whole optimizer."""
+        """Returns this rank's shard of a state dict of the whole optimizer."""
         return whole
 
     def forget_personal(self, *, set_to_none: bool) -> None:
-        """Forgets the gradients of personal parameters."""
+        """Clears the gradients of personal parameters."""
         for parameter in self.personal:
             if set_to_none:
                 parameter.grad = None
@@ -235,7 +235,7 @@ class Session(SessionCollectives, ABC):
                 parameter.grad = parameter.grad.detach().zero_()
 
     def arriving(self) -> bool:
-        """Whether parameters are on their way."""
+        """Whether parameters are in flight."""
         return False
 
     def reattach_parameters(self) -> None:
@@ -244,33 +244,33 @@ class Session(SessionCollectives, ABC):
         for bucket in self.buckets:
             bucket.reattach_parameters(arriving=arriving)
 
-    # --- for users who count on changes of the membership -------------------------------------------------------------
+    # --- for users ----------------------------------------------------------------------------------------------------
 
     def carry(self, name: str, give: Callable[[], bytes], take: Callable[[dict[int, bytes]], None]) -> None:
-        """Has something travel along whenever a view begins.
+        """Exchanges the program's own state between all members whenever a view begins.
 
         Args:
-            name: Name of it, the same on all ranks.
-            give: Returns what this rank tells the others; also asked of ranks that are new.
-            take: Called with what each member, by rank, has told, once the view has begun. In a process that has just
-                come into a running job, it is called at once with what the others have told.
+            name: Name of the state, the same on all ranks.
+            give: Returns what this rank sends to the others. New ranks send, too.
+            take: Called once the view has begun, with what each member has sent, by rank. In a process that has just
+                joined a running job, it is called at once with what the others have sent.
         """
         self._carried[name] = give, take
         if self._reported:
             take({rank: each[name] for rank, each in self._reported.items() if name in each})
 
     def on_step(self, callback: Callable[[int], None]) -> None:
-        """Has a function called after every complete optimizer step, with the number of steps so far."""
+        """Calls a function after every complete optimizer step, with the number of steps so far."""
         self._on_step.append(callback)
 
     def record(self, folder: str | Path, *, every_s: float | None = None) -> Path:
-        """Writes records of this training to a file in a folder, which other ranks may share: `stormtorch watch` and
-        `stormtorch ledger` read it. STORM_RECORD=FOLDER does the same without a change of the program.
+        """Writes records of this training to a file, which `stormtorch watch` and `stormtorch ledger` read.
 
-        Where nothing can be written any more, as on a full disk, a warning says so and training goes on.
+        All ranks may share the folder. STORM_RECORD=FOLDER does the same without a change of the program. If writing
+        fails, as on a full disk, training goes on with a warning.
 
         Args:
-            folder: Folder of the run; it is made if it is missing.
+            folder: Folder of the run; created if it is missing.
             every_s: Seconds between two records of a kind; None keeps the interval, which is 1 s at first.
 
         Returns:
@@ -286,7 +286,7 @@ class Session(SessionCollectives, ABC):
         return self.recorder.write_to(folder, every_s)
 
     def note(self, *, loss: float | torch.Tensor) -> None:
-        """Notes the loss of the training, so that records show it. A tensor is not read before a record is made."""
+        """Sets the training loss that records show. A tensor is read only when a record is made."""
         if self.recorder is not None:
             self.recorder.note(loss)
 
@@ -297,16 +297,16 @@ class Session(SessionCollectives, ABC):
             callback(self.steps)
 
     def change(self) -> bool:
-        """Begins the latest view, together with all its members. Returns False if this rank had been away.
+        """Applies the latest view, together with all its members. Returns False if this rank has missed steps.
 
-        This rank is at rest, between two steps.
+        Called between two steps of this rank.
 
         Raises:
-            Left: This rank has handed over what it owned, and may leave.
+            Left: This rank has transferred what it owned, and may leave.
         """
         self._applying_view = True
         try:
-            # Whatever the program does meanwhile, as an evaluation, a view allocates memory for training.
+            # The program may be in inference mode, as in an evaluation, but a view allocates memory for training.
             with torch.inference_mode(False), torch.no_grad():
                 held = self.begin_latest()
         finally:
@@ -317,10 +317,10 @@ class Session(SessionCollectives, ABC):
 
     @abstractmethod
     def begin_latest(self) -> bool:
-        """Does what `change` says, as the subclass needs it."""
+        """Applies the latest view, for `change`."""
 
     def transfer_and_leave(self) -> None:
-        """Hands over what this rank owns, as it is about to leave. The others are told already that it wants to."""
+        """Transfers what this rank owns to the others. Its wish to leave has been announced already."""
         if self._has_left:
             return
         with in_call("leave()"), contextlib.suppress(Left):
@@ -329,31 +329,31 @@ class Session(SessionCollectives, ABC):
         self._has_left = True
 
     def leave(self) -> NoReturn:
-        """Leaves the job: this session has handed over what it owned, and now the others of this rank do.
+        """Ends this session, which has transferred what it owned. This rank's other sessions follow.
 
         Raises:
             Left: Always.
         """
         self._has_left = True
         rank = self.label(self.group.transport.rank)
-        _log.warning("rank %d: has handed over what it owned, and leaves at step %d", rank, self.steps)
+        _log.warning("rank %d: has transferred what it owned, and leaves at step %d", rank, self.steps)
         raise Left
 
     @abstractmethod
     def is_between_steps(self) -> bool:
-        """Whether this rank is between two steps, so that a view could begin now outside an exchange of gradients."""
+        """Whether this rank is between two steps, so that a view may begin outside an exchange of gradients."""
 
     @property
     def has_no_pending_step(self) -> bool:
-        """Whether no averaged gradients wait for a step, so that a view could begin with this session."""
+        """Whether no averaged gradients wait for a step, so that a view may begin with this session."""
         return True
 
     def can_apply_view(self) -> bool:
-        """Whether a view can begin with this session where another one's round is about to begin."""
+        """Whether this session can apply a view before another session's round."""
         return self.has_no_pending_step and not (self._has_left or self._applying_view)
 
     def switch(self) -> None:
-        """Begins the latest view where another session's round is about to begin."""
+        """Applies the latest view before another session's round."""
         self.change()
 
     # --- for subclasses ---------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class Session(SessionCollectives, ABC):
         return self._bytes_sent - before
 
     def count_sent(self, row: LedgerRow) -> None:
-        """Writes into a row what this rank's transport has sent, and what parity did, since the last call."""
+        """Writes into a row the bytes sent and the counters of parity since the last call."""
         health = self.group.transport.health()
         row.bytes_sent = self._sent_since(health)
         for name in ("parity_bytes", "blocks_saved", "blocks_topped_up", "recovered"):
@@ -376,10 +376,10 @@ class Session(SessionCollectives, ABC):
             self._parity[name] = now
 
     def channel(self, name: str, *, interruptible: bool = False) -> Group:
-        """Returns the members of the view with a sequence of exchanges of its own, which ends with the view.
+        """Returns a channel of the view's members: a group with its own sequence of exchanges, until the view ends.
 
         Args:
-            name: Name of the sequence.
+            name: Name of the channel.
             interruptible: Whether a wait in it ends with `Interrupted` when another view begins for this rank.
         """
         small = name in _SMALL_CHANNELS
@@ -388,15 +388,15 @@ class Session(SessionCollectives, ABC):
         return self.membership.group(name, self.membership.due if interruptible else None, small=small)
 
     def round_channel(self, name: str) -> Group:
-        """Returns the members with a sequence of exchanges in which a round is made, interrupted when it is void."""
+        """Returns a channel for exchanges of a round, which end with `Interrupted` when the round must be aborted."""
         name = f"{self.name}/{self.view.number}/{name}"
         self._channels_used.add(name)
         return self.membership.group(name, self.must_abort_round)
 
     def node_layout(self, groups: Sequence[Group]) -> list[NodeLayout] | None:
-        """Returns how the members of the view, in channels of it, are laid out over machines.
+        """Returns the layout over machines of the view's members, for channels of the view.
 
-        None if they are not, in a way that allows a hierarchy. All members have the same answer.
+        None if the layout does not allow hierarchical exchanges. The result is the same on all members.
         """
         found = [group.by_machine(lambda rank: self.machines.get(rank, "")) for group in groups]
         known = [each for each in found if each is not None]
@@ -404,7 +404,7 @@ class Session(SessionCollectives, ABC):
         return known if len(known) == len(groups) else None
 
     def must_abort_round(self) -> bool:
-        """Whether the round that is under way must be given up: by default, if another view begins with it."""
+        """Whether the current round must be aborted: by default, if another view begins with it."""
         return self.membership.due()
 
     def label(self, rank: int) -> int:
@@ -413,11 +413,11 @@ class Session(SessionCollectives, ABC):
         return self.group.ranks.index(rank) if some else rank
 
     def labels(self) -> list[int]:
-        """Returns the numbers of the members, by their places."""
+        """Returns the labels of the members, in the order of the view."""
         return [self.label(rank) for rank in self.view.members]
 
     def describe_view_change(self, before: Sequence[int], after: Sequence[int], newcomers: Sequence[int]) -> str:
-        """Says in words who has come and gone with the view that the session has begun."""
+        """Describes which ranks have joined, left or returned with the view that the session has begun."""
         self.on_view(newcomers)
         gone = [self.label(rank) for rank in before if rank not in after]
         joined = [self.label(rank) for rank in after if rank not in before]
@@ -429,11 +429,11 @@ class Session(SessionCollectives, ABC):
         return words
 
     def transition_group(self, latest: Any, without: Sequence[int] = ()) -> Group:
-        """Returns all ranks that take part in the beginning of a view, with those that leave.
+        """Returns the group of all ranks that take part in the transition to a view, also those that leave with it.
 
         Args:
             latest: One of the engine's views.
-            without: Members that wait for a turn to begin.
+            without: Members that still wait for the start of an iteration.
         """
         name = f"{self.name}/{latest.number}/moving{'/first' if without else ''}"
         self._channels_used.add(name)
@@ -456,8 +456,8 @@ class Session(SessionCollectives, ABC):
         self._channels_used -= gone
 
     def given(self) -> dict[str, str]:
-        """Returns what this rank tells the others when a view begins, for those who asked by `carry`."""
-        # As text: torch does not unpack bytes from data that it must not trust.
+        """Returns what this rank sends in the handshake of a view: its own state, and what users of `carry` send."""
+        # As text, as torch does not unpack bytes from untrusted data.
         own = {_PREPARED: " ".join(map(str, given.digests(self._given)))}
         if self.prunings:
             own[_PRUNINGS] = " ".join(map(str, (self.prunings, *self._pruned_at)))
@@ -470,7 +470,7 @@ class Session(SessionCollectives, ABC):
         return own | {name: give().decode("latin-1") for name, (give, _) in self._carried.items()}
 
     def taken(self, reported: dict[int, dict[str, str]]) -> None:
-        """Passes on what members have told when a view began."""
+        """Passes on what members sent in the handshake of a view, to users of `carry`."""
         self._reported = {
             rank: {name: value.encode("latin-1") for name, value in each.items()} for rank, each in reported.items()
         }
@@ -478,24 +478,24 @@ class Session(SessionCollectives, ABC):
             take({rank: each[name] for rank, each in self._reported.items() if name in each})
 
     def check_fits(self, reported: Mapping[str, Any]) -> None:
-        """Compares what this process was given with what a member was, before it takes anything from the job.
+        """Compares this process's model, optimizer and policy with a member's, before it receives anything.
 
         Raises:
-            ValueError: It is another model, optimizer or policy.
+            ValueError: They differ.
         """
         theirs = map(int, str(reported["carried"][_PREPARED]).split())
         for what, own, other in zip(self._given, given.digests(self._given), theirs, strict=True):
             if own != other:
                 raise ValueError(
-                    f"rank {self.group.transport.rank} comes into a running job with another {what} than the job's: "
+                    f"rank {self.group.transport.rank} joins a running job with another {what} than the job's: "
                     "give all processes the same"
                 )
 
     def joined(self, reported: Mapping[str, Any]) -> None:
-        """Takes what a member has told, as this rank is new or was away: all that follows from steps without it.
+        """Adopts a member's state of the steps that this rank has missed, as it is new or returns.
 
         Args:
-            reported: The loss scale, what the optimizer keeps beside the state of parameters, and what is frozen.
+            reported: Loss scale, what the optimizer keeps beside the state of parameters, and frozen parameters.
         """
         carried = reported["carried"]
         self.scaling.joined(str(carried.get(_SCALE, "")))
@@ -505,12 +505,12 @@ class Session(SessionCollectives, ABC):
         self.load_auxiliary_state(torch.tensor(list(message), dtype=torch.uint8, device="cpu"))
 
     def load_auxiliary_state(self, message: torch.Tensor) -> None:
-        """Takes what a member's optimizer keeps beside the state of parameters."""
+        """Adopts what a member's optimizer keeps beside the state of parameters."""
         lacking = self.auxiliary_state.take(message)
         if lacking:
             self._join_messages.append(
                 f"{type(self.optimizer).__name__} keeps {', '.join(map(repr, lacking))} beside the state of "
-                "parameters, which cannot be sent: this process begins it anew, and its steps may differ from others'"
+                "parameters, which cannot be sent: this process starts without it, so its steps may differ from others'"
             )
 
     def _frozen_since(self) -> set[int]:
@@ -528,11 +528,11 @@ class Session(SessionCollectives, ABC):
             names = {id(each): name for name, each in self.model.named_parameters()}
             reported = ", ".join(names.get(id(each), "a parameter") for each in changed)
             self._join_messages.append(
-                f"requires_grad of {reported} is here now what it is on the others, whose programs changed it"
+                f"requires_grad of {reported} was set to its value on the other ranks, whose programs changed it"
             )
 
     def log_absent_ranks(self, row: LedgerRow) -> None:
-        """Notes in the ledger, and logs, which ranks of the start were gone before this session began."""
+        """Records and logs which ranks of the group were gone before this session began."""
         gone = [self.label(rank) for rank in self.group.ranks if rank not in self.view.members]
         if gone:
             ranks, is_are = ", ".join(map(str, gone)), "is" if len(gone) == 1 else "are"
@@ -544,14 +544,14 @@ class Session(SessionCollectives, ABC):
             self.log_join_messages(row)
 
     def log_join_messages(self, row: LedgerRow) -> None:
-        """Notes in the ledger, and logs, what this process has not got of the others, or changed to be like them."""
+        """Records and logs the warnings about how this process joined."""
         words, self._join_messages = self._join_messages, []
         for each in words:
             row.events.append(each)
             _log.warning("rank %d: %s", self.label(self.group.transport.rank), each)
 
     def agree_on_scale(self, own: Scale, reports: Mapping[int, Report], row: LedgerRow) -> bool:
-        """Agrees on the loss scale with the members. Returns whether the gradients have different ones."""
+        """Agrees on the loss scale with the members. Returns whether the gradients had different scales."""
         labels = self.labels()
         scales = {labels[place]: report.scale for place, report in reports.items()}
         scales[self.label(self.group.transport.rank)] = own
@@ -562,14 +562,14 @@ class Session(SessionCollectives, ABC):
         return bool(words)
 
     def sync_masks(self, reported: Mapping[int, Mapping[str, Any]], *, new: bool) -> bool:
-        """Gives members that have come since, or were away, the masks of what is pruned. All members take part.
+        """Broadcasts the pruning masks to members that have missed prunings. All members take part.
 
         Args:
-            reported: What each rank has told in the beginning of the view, which this rank has entered.
-            new: Whether this rank comes from elsewhere, so that its program is at the beginning of the step.
+            reported: What each rank sent in the handshake of the view, which this rank has applied.
+            new: Whether this rank is new or returns, so that its program is at the beginning of the step.
 
         Returns:
-            Whether this rank got masks.
+            Whether this rank received masks.
 
         Raises:
             Interrupted: A rank is gone, and another view begins without it.
@@ -595,13 +595,13 @@ class Session(SessionCollectives, ABC):
         return learns
 
     def count_pruning(self) -> None:
-        """Notes that parameters have been pruned once more."""
+        """Counts a pruning."""
         step, times = self._pruned_at
         self._pruned_at = self.steps, times + 1 if step == self.steps else 1
         self.prunings += 1
 
     def pruned_already(self) -> bool:
-        """Whether the others have made this call of `prune` before this process came, which then has their masks."""
+        """Whether the others had made this call of `prune` before this process joined and received their masks."""
         step, times = self._pruned_ahead
         if step != self.steps or times == 0:
             return False
@@ -610,7 +610,7 @@ class Session(SessionCollectives, ABC):
 
     @abstractmethod
     def prune(self, masks: Sequence[torch.Tensor]) -> None:
-        """Prunes all buckets, and goes on with exchanges of what is kept. All ranks take part, between two steps.
+        """Prunes all buckets; later exchanges carry only what is kept. All ranks take part, between two steps.
 
         Args:
             masks: Whether each element is kept, by bucket.
@@ -621,7 +621,7 @@ class Session(SessionCollectives, ABC):
 
         Args:
             bucket_mb: Size at which a bucket is full.
-            whole: Whether shards must not cut through parameters.
+            whole: Whether a shard must consist of whole parameters.
         """
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, parameter in enumerate(self.parameters):
@@ -633,7 +633,7 @@ class Session(SessionCollectives, ABC):
         layouts: list[Layout] = []
         for (dtype, _), numbers in kinds.items():
             counts = [self.parameters[number].numel() for number in numbers]
-            # For as many owners as there were at the start: newcomers must put parameters in the same places.
+            # Planned for the number of owners at the start, so that parameters have the same slots on newcomers.
             for each in plan(counts, dtype.itemsize, bucket_mb * 1e6, self.owners_at_start, whole=whole):
                 slots = tuple(Slot(numbers[slot.parameter], slot.first, slot.count) for slot in each.slots)
                 layouts.append(Layout(each.elements, slots, each.spans))
@@ -642,15 +642,14 @@ class Session(SessionCollectives, ABC):
 
     @property
     def owners_at_start(self) -> int:
-        """Number of ranks with which the job of this session's ranks began."""
+        """Number of ranks with which the job began."""
         return min(self.group.size, self.group.transport.world)
 
     def agree(self, buckets: Sequence[Bucket]) -> None:
-        """Gives every rank the parameters and buffers of the lowest rank.
+        """Checks that all ranks have prepared the same, and broadcasts the lowest rank's parameters and buffers.
 
         Raises:
-            ValueError: A rank was given another model, optimizer or policy than the lowest one. Much of that would
-                otherwise go unnoticed.
+            ValueError: A rank has prepared another model, optimizer or policy than the lowest one.
             StormError: A rank was lost meanwhile.
         """
         group = self.channel("begin", interruptible=True)
@@ -670,7 +669,7 @@ class Session(SessionCollectives, ABC):
 
     @staticmethod
     def broadcast_values(group: Group, values: torch.Tensor, root: int) -> None:
-        """Gives all ranks the root's values.
+        """Broadcasts the root's values to all ranks.
 
         Raises:
             Interrupted: A rank is gone, and another view begins without it.
@@ -679,38 +678,38 @@ class Session(SessionCollectives, ABC):
 
     @torch.no_grad()
     def broadcast_rest(self, group: Group, buckets: Sequence[Bucket], root: int, *, take: bool) -> None:
-        """Gives ranks the root's buffers, and its parameters that are not trained; nothing that is personal.
+        """Broadcasts the root's buffers, and its parameters that are not trained; nothing that is personal.
 
         Args:
             group: Ranks that take part.
             buckets: Buckets that hold the parameters that are trained.
-            root: Place of the rank that gives.
-            take: Whether this rank takes them.
+            root: Rank in the group of the sender.
+            take: Whether this rank adopts the values.
         """
-        homes = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
+        in_buckets = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
         for tensor in personal.shared(self.model):
-            if id(tensor) not in homes and tensor.numel():
+            if id(tensor) not in in_buckets and tensor.numel():
                 values = tensor.detach().to("cpu", copy=True).contiguous()
                 self.broadcast_values(group, values, root)
-                # Tables, which are equal on all ranks, must not count as changed.
+                # Lookup tables, which are equal on all ranks, must not count as changed.
                 if take and not torch.equal(values.to(tensor.device), tensor):
                     tensor.copy_(values)
 
     def _compare(self, group: Group) -> None:
         personal_parts, *digests = given.digests(self._given)
         machine = zlib.crc32(group.transport.machine_of(group.transport.rank).encode())
-        # Two digests share a number: the message stays as short as without personal parts.
+        # Two digests share one number, so that personal parts do not make the message longer.
         last = machine | personal_parts >> 1 << 32
         all_N = [torch.tensor([*digests, last], dtype=torch.int64, device="cpu") for _ in range(group.size)]
         collectives.all_gather(group, all_N, all_N[group.rank]).wait()
-        # Each rank tells its own, so that all have the same: cards of processes that come and go may differ a while.
+        # Each rank reports its own machine, so that all agree: cards may differ for a while as processes come and go.
         reported = [int(each[-1]) & 0xFFFFFFFF for each in all_N]
         self.machines = {rank: f"{each:08x}" if each else "" for rank, each in zip(group.ranks, reported, strict=True)}
         compared = [[int(each[-1]) >> 32, *each[:-1].tolist()] for each in all_N]
         for what, first, *others in zip(self._given, *compared, strict=True):
             for peer, digest in enumerate(others, 1):
                 if digest != first:
-                    # All ranks find the same, so that all take part.
+                    # All ranks find the same difference, so all take part.
                     gathered = objects.gather(dict(self._given[what]), group)
                     raise ValueError(
                         f"rank {group.ranks[peer]} has prepared another {what} than rank {group.ranks[0]}: "
@@ -719,7 +718,7 @@ class Session(SessionCollectives, ABC):
 
 
 def register(session: Session) -> None:
-    """Makes a session one of its model's."""
+    """Adds a session to those of its model."""
     _sessions.setdefault(session.model, []).append(weakref.ref(session))
     session.iterations.add(session)
 
@@ -729,14 +728,17 @@ def sessions_of(model: nn.Module) -> list[Session]:
     return [session for found in _sessions.get(model, ()) if (session := found()) is not None]
 
 
+@torch._dynamo.disable(  # type: ignore[no-untyped-call, untyped-decorator]  # torch's
+    reason="which parameters are prepared is looked up in weak references, which cannot be compiled"
+)
 def any_prepared(parameters: Iterable[nn.Parameter], *, in_a_job: bool = False) -> bool:
-    """Whether any of some parameters is prepared; with `in_a_job`, in a job that this process has not ended."""
+    """Whether any of the parameters is prepared; with `in_a_job`, only in jobs that this process has not left."""
     given = {id(parameter) for parameter in parameters}
     return any(
         id(parameter) in given
         for model in list(_sessions)
         for session in sessions_of(model)
-        if not (in_a_job and getattr(session.group.transport, "closed", False))  # simulated ones have no end
+        if not (in_a_job and getattr(session.group.transport, "closed", False))  # simulated ones are never closed
         for parameter in session.parameters
     )
 

@@ -1,4 +1,4 @@
-"""A helpful error for scripts written for DDP: a prepared model has no `model.module`, as nothing wraps it."""
+"""A helpful error for scripts for DDP that use `model.module`: a prepared model is not wrapped, so it has none."""
 
 import contextlib
 import weakref
@@ -13,7 +13,7 @@ class Unwrapped:
     """Mixed into the class of a prepared model: Python looks for `__getattr__` only in the class."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Keeps the user's class from registering the derived class as one of its own."""
+        """Prevents the user's class from registering the derived class as one of its subclasses."""
 
     def __getattr__(self, name: str) -> Any:
         if name != "module":
@@ -31,16 +31,16 @@ class Unwrapped:
             ) from None
 
 
-# Derived classes by the class that they derive from. A derived class lives as long as a model has it.
+# Derived classes by base class. A derived class lives as long as a model uses it.
 _derived: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
 def unwrap(model: nn.Module) -> None:
-    """Makes a model explain that it is not wrapped. It stays the same object, of a class derived from its own."""
+    """Gives a model the helpful error. It stays the same object, but its class becomes one derived from its own."""
     kind = type(model)
     if isinstance(model, Unwrapped):
         return
-    # A class may have a metaclass or a layout that refuses this. Then the error is torch's own.
+    # Some metaclasses and layouts do not allow this. Then torch's own error remains.
     with contextlib.suppress(Exception):
         found = _derived.get(kind, lambda: None)()
         if found is None:

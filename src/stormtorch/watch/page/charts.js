@@ -1,4 +1,4 @@
-// Time series. A band shows all ranks without one line hiding another.
+// Charts of the time series. A band shows the range over all ranks.
 import { clock, colour, digits, el, percent, rate, seconds, setText } from "./format.js";
 
 const EVERY_S = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
@@ -21,7 +21,7 @@ export class Charts {
     new ResizeObserver(() => this.resize()).observe(box);
   }
 
-  // Bins from `since` on replace those that are here; all others stay.
+  // Bins from `since` on replace the present ones; the others stay.
   take(series) {
     const fresh = series.columns;
     if (series.width_s !== this.width || series.since === 0) {
@@ -67,7 +67,7 @@ export class Charts {
   }
 
   caption(made, chart, known, place) {
-    // The last bin of one measure may be empty while another has begun: say the last value that is known.
+    // The last bin of a measure may still be empty: show the last known value.
     const at = (name) => { for (let i = place; i >= 0; i--) if (this.columns[name][i] !== null) return this.columns[name][i]; return null; };
     setText(made.last, known.map(([name, , words]) => `${words} ${chart.text(at(name))}`).join(" · "));
   }
@@ -76,7 +76,7 @@ export class Charts {
     const last = el("p", { class: "last" });
     const plotBox = el("div", { class: "plot", role: "img" });
     const card = el("figure", { class: "card chart", "data-chart": chart.title }, el("h3", {}, chart.title), last, plotBox);
-    // Keep the order of CHARTS whatever appears first.
+    // Keep the order of CHARTS, whichever chart appears first.
     const later = CHARTS.slice(CHARTS.indexOf(chart) + 1).map((each) => this.plots.get(each.title)?.card).find(Boolean);
     this.box.insertBefore(card, later ?? null);
     const made = { card, last, shape, data };

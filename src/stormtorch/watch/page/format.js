@@ -1,4 +1,4 @@
-// Numbers as people read them. Text goes into the page only as text, never as HTML: records come from strangers.
+// Formatting of numbers. Text goes into the page only as text, never as HTML: records are untrusted.
 
 export function el(tag, options = {}, ...children) {
   const made = document.createElement(tag);

@@ -1,4 +1,4 @@
-// The matrix of links: a row for each receiver, a column for each sender, hotter the worse a link is.
+// Heat map of the links: a row per receiver, a column per sender.
 import { colour, el, percent, rate, seconds, setText, shortRate, withoutDomain } from "./format.js";
 
 const MEASURES = {
@@ -7,8 +7,8 @@ const MEASURES = {
   rate: { title: "Rate", cell: (value) => (value === null ? "·" : shortRate(value)), unit: "in bit/s" },
 };
 
-// From 0 to 1. Loss by its logarithm, from 0.2 % to 30 %: what matters spans that much. The others by how far they are
-// from the median: a factor of eight is as bad as it gets.
+// Heat from 0 to 1: loss on a logarithmic scale from 0.2 % to 30 %; the others by their ratio to the median, with a
+// factor of eight as the maximum.
 function heat(measure, value, median) {
   if (value === null) return 0;
   if (measure === "loss") return value <= 0 ? 0 : Math.max(0, Math.min(1, Math.log(value / 2e-3) / Math.log(150)));
@@ -141,7 +141,7 @@ export class Matrix {
 
   describe() {
     const { matrix, ranks } = this.data;
-    // Until somebody looks at a link, show the worst.
+    // Until a link is selected, show the worst.
     if (!this.told && this.data.worst.length) {
       const worst = this.data.worst[0];
       this.at = [matrix.ranks.indexOf(worst.receiver), matrix.ranks.indexOf(worst.sender)];

@@ -1,10 +1,10 @@
 // Tables, tiles, bars and the timeline.
 import { clock, el, percent, rate, seconds, setText, size, whole, withoutDomain } from "./format.js";
 
-const FEW = 12; // rows before a list is cut
-const PARTS = [["compute", "computes"], ["straggler", "waits for the slowest rank"], ["network", "waits for the network"], ["view", "waits while ranks come and go"]];
+const FEW = 12; // rows before a list is truncated
+const PARTS = [["compute", "computes"], ["straggler", "waits for the slowest rank"], ["network", "waits for the network"], ["view", "waits while ranks join or leave"]];
 
-// Nodes are replaced only if what they would show has changed, so that a selection and a reader's place survive.
+// Nodes are replaced only if their content has changed, so that selection and scroll position survive.
 export function renew(node, key, make) {
   const text = JSON.stringify(key);
   if (node.dataset.key === text) return;
@@ -38,8 +38,8 @@ export function showTiles(data) {
     ["Network costs", percent(cost.network_share), "of a step is waiting", level(cost.network_share, 0.25, 0.5)],
     ["A slow rank costs", percent(cost.straggler_share), data.slowest === null || cost.straggler_share < 0.005 ? "none is waited for" : `rank ${data.slowest} is waited for`, level(cost.straggler_share, 0.1, 0.2)],
     ["Links lose", percent(cost.link_loss), `${percent(cost.lost)} after repair`, level(cost.link_loss, 0.01, 0.2)],
-    ["Line in use", cost.line_share === null ? rate(cost.sent) : percent(Math.min(1, cost.line_share)), cost.line_share === null ? "per rank, no limit" : `${rate(cost.sent)} of ${rate(cost.line)}`, ""],
-    ["Batch that counts", percent(cost.effective_batch), cost.more_steps === null ? "" : cost.more_steps < 5e-4 ? "loss costs no more steps" : `${percent(cost.more_steps)} more steps`, ""],
+    ["Link in use", cost.line_share === null ? rate(cost.sent) : percent(Math.min(1, cost.line_share)), cost.line_share === null ? "per rank, no limit" : `${rate(cost.sent)} of ${rate(cost.line)}`, ""],
+    ["Batch that counts", percent(cost.effective_batch), cost.more_steps === null ? "" : cost.more_steps < 5e-4 ? "loss costs no extra steps" : `${percent(cost.more_steps)} more steps`, ""],
     ["Drift over bound", worst === null ? "–" : percent(worst), worst === null ? "not measured" : "between replicas", level(worst, 1.2, 1.5)],
   ];
   renew(document.getElementById("tiles"), tiles, () => tiles.map(([name, value, about, level]) =>
@@ -51,7 +51,7 @@ export function showWorst(data) {
   const most = Math.max(0.01, ...rows.map((each) => each.loss ?? 0));
   const blamed = new Set((data.verdict[0].links || []).map((link) => link.join()));
   renew(document.getElementById("worst"), [rows, [...blamed]], () => {
-    if (!rows.length) return [el("tbody", {}, el("tr", {}, el("td", { class: "faint" }, "No links are known yet.")))];
+    if (!rows.length) return [el("tbody", {}, el("tr", {}, el("td", { class: "faint" }, "No links yet.")))];
     const bar = (value) => {
       const made = el("span", { class: "bar", "aria-hidden": "true" });
       made.style.width = `${Math.round((100 * (value ?? 0)) / most)}%`;
@@ -68,7 +68,7 @@ export function showWorst(data) {
 
 const opened = { split: false, ranks: false };
 
-// A button that shows the rest of a long list; returns what is to be shown of it.
+// A button that shows the rest of a long list; returns the part to show.
 function some(name, list, again) {
   const more = document.getElementById(`${name}-more`);
   more.hidden = list.length <= FEW;
@@ -87,7 +87,7 @@ export function showSplit(data) {
   const total = (split) => split.reduce((sum, part) => sum + part, 0);
   const known = data.ranks.filter((each) => each.split);
   const longest = Math.max(...known.map((each) => total(each.split)), 1e-9);
-  // Among many, those who compute longest say most.
+  // With many ranks, show those that compute longest.
   const order = known.length > FEW ? [...known].sort((a, b) => b.split[0] - a.split[0]) : known;
   const shown = some("split", order, () => showSplit(data));
   renew(document.getElementById("split"), [shown.map((each) => [each.rank, each.split]), longest], () => {
@@ -113,8 +113,8 @@ export function showRanks(data) {
   const view = data.job.view;
   setText(document.getElementById("view"), view === null || view === undefined ? "" : `view ${view}, ${data.job.members} members`);
   const table = document.getElementById("ranks");
-  const names = ["Rank", "Host", "State", "Step", "Told", "Heard", "Lost", "Sends", "Cores", "Resent", "Overflow", "Lag", "Drift / bound"];
-  // Whoever does not run comes first.
+  const names = ["Rank", "Host", "State", "Step", "Reported", "Heard", "Lost", "Sends", "Cores", "Resent", "Overflow", "Lag", "Drift / bound"];
+  // Ranks that do not run come first.
   const fine = (each) => each.state === "running" || each.state === "done";
   const shown = some("ranks", [...data.ranks.filter((each) => !fine(each)), ...data.ranks.filter(fine)], () => showRanks(data));
   renew(table, shown, () => [
@@ -133,7 +133,7 @@ export function showRanks(data) {
 export function showNotes(data) {
   const notes = [...data.notes].reverse();
   renew(document.getElementById("notes"), notes, () => {
-    if (!notes.length) return [el("li", { class: "none" }, "Nothing has happened.")];
+    if (!notes.length) return [el("li", { class: "none" }, "No events yet.")];
     return notes.map((note) => el("li", { "data-kind": note.kind === "end" && note.text.startsWith("Failed") ? "failed" : note.kind },
       el("time", { datetime: new Date(1000 * note.time).toISOString() }, clock(note.time)), el("span", { class: "step" }, note.step === null ? "" : `step ${whole(note.step)}`),
       el("span", { class: "what" }, el("span", { class: "kind", "aria-hidden": "true" }), note.text, " ", el("span", { class: "who" }, note.who))));

@@ -1,1 +1,1 @@
-"""The web page of `stormtorch watch`: its server, its files, and who may look."""
+"""The web page of `stormtorch watch`: its server, its files and its access control."""

@@ -1,5 +1,7 @@
-"""Who may look. The page shows host names and what a job does, and a browser asks on behalf of any page that it has
-open, so that loopback alone protects nothing: every request needs the token, and must be meant for this server.
+"""Access control of the page: every request needs the token and must be addressed to this server.
+
+The page shows host names and what a job does. Loopback alone does not protect it: a browser sends requests on behalf of
+any page that it has open.
 """
 
 import contextlib
@@ -20,15 +22,15 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Headers of every answer: a page may load nothing from elsewhere, nobody may frame it, and nothing is kept."""
+"""Headers of every response: no foreign resources, no framing, no caching."""
 
 
 class AccessGuard:
     """Checks requests.
 
     Args:
-        host: Address or name that the server listens at.
-        port: Port that it listens at; part of the cookie's name, as browsers do not tell ports apart.
+        host: Address or name that the server listens on.
+        port: Port that it listens on; part of the cookie's name, because browsers ignore the port of a cookie.
         token: Secret; None makes a random one.
     """
 
@@ -39,20 +41,20 @@ class AccessGuard:
         self._names = {"localhost"} if self._loopback else {"localhost", host.lower(), *own_names()}
 
     def is_valid_token(self, token: str | None) -> bool:
-        """Whether this is the token; takes the same time whatever of it is wrong."""
+        """Whether this is the token; compares in constant time."""
         return token is not None and hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
 
     def problem(self, headers: Mapping[str, str]) -> str | None:
-        """Says what is wrong with the headers of a request, apart from its token; None if nothing is.
+        """Returns why the headers of a request are refused, apart from its token; None if they are fine.
 
-        The host that a browser asks for must be this one, not a name that a hostile page has pointed here (DNS
-        rebinding). An address in digits cannot have been pointed anywhere. What another page asks for is refused.
+        The requested host must be this one, not a name that a hostile page has pointed here (DNS rebinding); a numeric
+        address cannot be rebound. Requests from other pages are refused.
         """
         host = headers.get("host", "")
         if not self._meant(host):
             return "The request asks for another host."
         origin = headers.get("origin")
-        if origin is not None and _place(origin) != host.lower():
+        if origin is not None and _host_and_port(origin) != host.lower():
             return "The request comes from another page."
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and headers.get("sec-fetch-mode") != "navigate":
             return "The request comes from another page."
@@ -73,7 +75,7 @@ class AccessGuard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server at this address or name."""
+    """Whether only this machine can reach a server at this address or name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -81,8 +83,8 @@ def is_loopback(host: str) -> bool:
 
 
 def own_names() -> set[str]:
-    """Names of this machine, short and with its domain, as it knows them itself. A name that merely leads here is none
-    of them: anybody can point one anywhere.
+    """Names of this machine as it knows them itself, short and with its domain. Other names that resolve to it do not
+    count: anyone can point a name here.
     """
     host = socket.gethostname()
     names = {host, host.partition(".")[0], socket.getfqdn(host)}
@@ -98,8 +100,8 @@ def bearer(headers: Mapping[str, str]) -> str | None:
     return token.strip() if kind.lower() == "bearer" and token else None
 
 
-def _place(origin: str) -> str:
-    """Host and port of an origin; nothing if it is none."""
+def _host_and_port(origin: str) -> str:
+    """Host and port of an origin; empty if it is malformed."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Files of the page, and the page as one file with its data inside."""
+"""Files of the web page, and the report: the page as one file with its data inside."""
 
 import base64
 import hashlib
@@ -8,13 +8,13 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-# In the order in which they need each other: the report has them one after the other in one script.
+# In order of their imports: the report concatenates them into one script.
 _MODULES = ("format.js", "matrix.js", "tables.js", "charts.js", "main.js")
 _TYPES = {"js": "text/javascript", "css": "text/css"}
 
 
 def page_file(name: str) -> tuple[bytes, str] | None:
-    """Returns a file that the page loads, with its type; None for all names but those of these files."""
+    """Returns a file of the page with its content type; None for any other name."""
     found = _assets().get(name)
     return None if found is None else (found.read_bytes(), f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8")
 
@@ -25,7 +25,7 @@ def index() -> bytes:
 
 
 def report(data: dict[str, Any]) -> str:
-    """Returns the page with its data inside, which loads nothing and runs nothing but the scripts it was made with."""
+    """Returns the page with its data inside. It loads nothing, and runs only the scripts inside it."""
     charts, style = _text("uPlot.iife.min.js"), _text("uPlot.min.css") + "\n" + _text("style.css")
     program = f"(() => {{\n{''.join(_without_modules(_text(name)) for name in _MODULES)}}})();\n"
     licence = (files("stormtorch.watch") / "assets" / "uplot" / "LICENSE").read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def report(data: dict[str, Any]) -> str:
         '<script src="assets/uPlot.iife.min.js"></script>',
         f"<!-- The charts are drawn by uPlot:\n{licence.replace('--', '- -')}-->\n<script>{charts}</script>",
     )
-    # Data may hold anything that a record holds; without "<" it can neither end its element nor begin a comment in it.
+    # Records may contain anything: without "<", data can neither end its element nor begin a comment.
     inside = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return _replaced(
         page,
@@ -64,7 +64,7 @@ def _text(name: str) -> str:
 
 
 def _without_modules(script: str) -> str:
-    """A module as a part of one script: its imports are there already, and nobody else wants its exports."""
+    """A module as a part of one script: without its imports and exports."""
     return re.sub(r"^export ", "", re.sub(r"^import .*;\n", "", script, flags=re.M), flags=re.M)
 
 

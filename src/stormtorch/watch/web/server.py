@@ -1,4 +1,4 @@
-"""The web page of `stormtorch watch`: a server of a few addresses, made for one reader or a few."""
+"""HTTP server of `stormtorch watch`: the page, its data, and metrics, for a few readers."""
 
 import asyncio
 import contextlib
@@ -23,23 +23,23 @@ from stormtorch.watch.web import pages
 from stormtorch.watch.web.access_guard import HEADERS, AccessGuard, bearer
 
 _log = logging.getLogger("stormtorch")
-# The page asks every two seconds. While nobody looks, records are collected rarely, but before ranks forget them.
+# The page polls every two seconds. Without readers, records are collected less often, but before ranks drop them.
 _EVERY_S, _UNSEEN_EVERY_S = 2.0, 10.0
 _UNSEEN_AFTER_S = 15.0
 _MOST_CONNECTIONS = 64
-# A connection that has asked nothing for so long is closed: browsers open some in advance, strangers may open many.
+# A connection without a request for this long is closed: browsers open some in advance, strangers may open many.
 _IDLE_S = 5.0
 _HELP = "Open the address that `stormtorch watch` printed: it contains the token."
 
 
 class Guarded:
-    """Lets only requests through that the guard lets through; a stranger learns nothing, not even which paths exist."""
+    """Middleware that passes only requests that the guard accepts. Others learn nothing, not even which paths exist."""
 
     def __init__(self, app: ASGIApp, guard: AccessGuard) -> None:
         self._app, self._guard = app, guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or passes it on."""
+        """Refuses a request, or passes it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -56,7 +56,7 @@ class Guarded:
         if (problem := self._guard.problem(request.headers)) is not None:
             return PlainTextResponse(f"{problem}\n", 403)
         if request.method not in ("GET", "HEAD"):
-            return PlainTextResponse("This server only shows.\n", 405)
+            return PlainTextResponse("This server is read-only.\n", 405)
         given = request.query_params.get("token")
         if self._guard.is_valid_token(request.cookies.get(self._guard.cookie)) or self._guard.is_valid_token(
             bearer(request.headers)
@@ -66,7 +66,7 @@ class Guarded:
             return PlainTextResponse(f"{_HELP}\n", 401)
         if request.url.path != "/":
             return None
-        # From now on the cookie is enough: the token disappears from the address line, where it could be copied from.
+        # The cookie is enough from now on: redirect, so that the token is no longer in the address.
         found = RedirectResponse("/", 303)
         found.set_cookie(self._guard.cookie, self._guard.token, httponly=True, samesite="lax", path="/")
         return found
@@ -103,7 +103,7 @@ def new_app(watcher: Watcher, guard: AccessGuard) -> Starlette:
         while True:
             try:
                 await asyncio.to_thread(watcher.read)
-            except Exception as error:  # whatever ranks answer, the page goes on and the next question may succeed
+            except Exception as error:  # the page must survive any answer of a rank; the next request may succeed
                 _log.warning("cannot read %s: %s", watcher.source.name, error)
             begun = time.monotonic()
             while time.monotonic() - begun < (
@@ -124,7 +124,7 @@ def new_app(watcher: Watcher, guard: AccessGuard) -> Starlette:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens the port. Raises an `OSError` if somebody else has it."""
+    """Opens the port. Raises `OSError` if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -138,15 +138,15 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class IdleTimeoutProtocol(H11Protocol):
-    """Closes connections on which no request comes, and the oldest of them at once when others need their places."""
+    """Closes idle connections after a timeout, and the oldest one at once if there are too many."""
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        """Takes a connection."""
+        """Accepts a connection."""
         super().connection_made(transport)
         self._wait()
-        # Closed ones stay in the set until the loop comes round.
+        # Closed connections stay in the set until the next turn of the event loop.
         there = [
             each
             for each in self.connections
@@ -157,7 +157,7 @@ class IdleTimeoutProtocol(H11Protocol):
             min(idle, key=lambda each: each.since).transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the connection."""
+        """Cancels the timeout of the connection."""
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)
@@ -169,7 +169,7 @@ class IdleTimeoutProtocol(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is being answered. One of which only a part has come may never be whole."""
+        """Whether no request is being answered. A partial request counts as idle: it may never be complete."""
         cycle: Any = self.cycle  # None before the first request
         return cycle is None or bool(cycle.response_complete)
 
@@ -185,10 +185,10 @@ class IdleTimeoutProtocol(H11Protocol):
 
 
 class _Quiet(uvicorn.Server):
-    """Looks twice a second, and not ten times, whether it shall end: it shares the machine with what it watches."""
+    """Checks for shutdown twice a second, not ten times: the server shares the machine with the job."""
 
     async def main_loop(self) -> None:
-        """Waits for the end; every tick is a tenth of a second to uvicorn."""
+        """Waits for shutdown; to uvicorn, every tick is a tenth of a second."""
         ticks = 0
         while not await self.on_tick(ticks):
             await asyncio.sleep(0.5)
