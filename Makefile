@@ -257,8 +257,8 @@ build/gcov/build.ninja: CONFIGURE = -DSTORM_TESTS=ON -DCMAKE_BUILD_TYPE=None \
 thread-build: build/thread/build.ninja
 	@$(BUILD) build/thread --target engine_tests
 
-# Tests share the cores, two at a time; those that measure lines or times, and slow ones, get them one by one. Exit code 5:
-# none was chosen.
+# Tests share the cores, two at a time; those that compare times, and slow ones, get them one by one. Exit code 5: none was
+# chosen.
 python-test: python-pure
 	@$(MAKE) --no-print-directory python-clocked
 # A machine that is busy with something else can make a test miss its time. So up to ten tests that failed run once more,
@@ -270,7 +270,7 @@ again = { status=$$?; [ $$status = 5 ] || { [ $$status = 1 ] && $(few_failed) &&
 pytest = $(BIN)/python -m pytest -m '($(1)) and ($(MARKS))' $(2) --cache-clear $(PYTEST_ARGS) || $(call again,$(1))
 # A worker keeps to one part of the tests, in order, until it has no more: files that share something make it once.
 SHARED := -n 2 --dist worksteal
-ALONE := lab or alone or slow
+ALONE := alone or slow
 python-pure: setup
 	$(call pytest,pure,$(SHARED))
 python-clocked: setup

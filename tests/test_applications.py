@@ -56,7 +56,7 @@ def run(name: str, folder: Path, *arguments: str) -> dict[str, float]:
     return dict(numbers)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.pure
 def test_clients_denoise_with_embeddings_of_their_own_and_new_ones_learn_nothing_else(tmp_path: Path) -> None:
     found = run("diffusion", tmp_path, "--steps", "80", "--adapt", "60")

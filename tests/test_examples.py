@@ -80,7 +80,7 @@ def test_storm_replicates_across_hosts_what_another_backend_shards_inside(tmp_pa
     assert float(accuracy) > 80
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_any_model_is_simulated(tmp_path: Path) -> None:
     environment = os.environ | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [*PYTHON, str(EXAMPLES / "simulate.py")]

@@ -12,10 +12,10 @@ import stormtorch._engine as _engine
 from stormtorch.collectives.base.spans import shards
 from stormtorch.exchange.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
 from stormtorch.exchange.options import Options
+from stormtorch.exchange.reliability import EXACT, LOSSY, Reliability
 from stormtorch.exchange.simulated import core_settings
 from stormtorch.network.faults import faults
 from stormtorch.network.loss import Bernoulli, LossModel, PerLink
-from stormtorch.reliability import EXACT, LOSSY, Reliability
 from stormtorch_lab._engine import SharedNetwork
 
 DELAY_S = 25e-6  # from host to host of a rack; twice that between racks

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from stormtorch.errors import StormError
 from stormtorch.exchange.options import Options
+from stormtorch.exchange.reliability import EXACT, LOSSY, REPAIRED, Reliability
 from stormtorch.network.faults import faults
-from stormtorch.reliability import EXACT, LOSSY, REPAIRED, Reliability
 
 if TYPE_CHECKING:
     from stormtorch.backend import use_as_default

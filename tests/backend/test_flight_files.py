@@ -14,7 +14,7 @@ import torch
 from full_disk import files_up_to
 from stormtorch.backend.flight_recorder import FlightRecorder
 from stormtorch.errors import PeerSilent
-from stormtorch.folders import FLIGHTS_VARIABLE
+from stormtorch.telemetry.folders import FLIGHTS_VARIABLE
 
 pytestmark = pytest.mark.pure
 

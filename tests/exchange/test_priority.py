@@ -16,8 +16,8 @@ from conftest import OPTIONS, SHARING, local_world, wait_until_near
 from stormtorch import EXACT, BoundedDrift, Options, exact, prepare
 from stormtorch.collectives import Group, Op, all_reduce
 from stormtorch.exchange.options import RateMode
+from stormtorch.exchange.reliability import Priority
 from stormtorch.joining.starting import bind
-from stormtorch.reliability import Priority
 from stormtorch.udp.cards import agree
 from stormtorch.udp.udp import UdpTransport
 from training import perceptron, vectors

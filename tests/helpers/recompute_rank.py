@@ -105,7 +105,7 @@ def _train(schedule: Schedule, where: Path, rank: int, incarnation: int, recordi
         for module, _ in program.trained(model)[: None if program.sessions == "models" else 1]:
             stack.enter_context(stormtorch.exact(module))
         recording.write("end", steps=first.steps, values=[each.detach().clone() for each in model.parameters()])
-    transport.part()
+    transport.drain()
     transport.close()
 
 

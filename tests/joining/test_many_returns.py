@@ -42,7 +42,7 @@ def test_rank_returns_after_more_than_65535_attempts(monkeypatch: pytest.MonkeyP
     assert seen[0] == 0 and seen[1] > 70_000
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.lab
 def test_rank_whose_host_gets_another_address_goes_on_from_there() -> None:
     lab_or_skip()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stormtorch import theory
+from stormtorch.exchange.reliability import Reliability
 from stormtorch.network.loss import Bernoulli
-from stormtorch.reliability import Reliability
 from stormtorch_lab.simulation.arrivals.masks import Masks
 from stormtorch_lab.simulation.arrivals.repair import arrived
 

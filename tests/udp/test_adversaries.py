@@ -97,7 +97,7 @@ TRIED: dict[str, tuple[list[str], list[str]]] = {
         ["test_a_rank_can_send_any_gradient"],
         ["test_a_rank_can_send_any_gradient"],
     ),
-    "names another address for a rank": (
+    "announces another address for a rank": (
         [
             "test_who_relays_packets_faster_than_the_wire_gets_no_datagrams",
             "test_who_names_another_address_and_answers_nothing_gets_no_datagrams",
@@ -113,7 +113,7 @@ TRIED: dict[str, tuple[list[str], list[str]]] = {
 
 def attackers(page: str) -> list[list[str]]:
     """Rows of the table about who can do what."""
-    table = page.partition("## Who can do what\n")[2].split("\n\n")[0]
+    table = page.partition("## Attackers\n")[2].split("\n\n")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 

@@ -11,8 +11,8 @@ from stormtorch.checks import BadSetting, check_subset
 from stormtorch.collectives import Group, Pending, all_reduce
 from stormtorch.collectives.all_reduce import all_reduce as flat_all_reduce
 from stormtorch.exchange.options import Options
+from stormtorch.exchange.reliability import EXACT, LOSSY, Reliability
 from stormtorch.joining.rendezvous import connect
-from stormtorch.reliability import EXACT, LOSSY, Reliability
 from stormtorch_lab.bench.tcp import opened_by
 from stormtorch_lab.jobs.control import CallTimeout
 from stormtorch_lab.jobs.counters import Delivery

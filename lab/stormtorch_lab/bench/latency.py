@@ -9,7 +9,7 @@ from typing import Any
 from stormtorch.checks import check_between
 from stormtorch.collectives import Group, barrier
 from stormtorch.exchange.options import Options
-from stormtorch.reliability import EXACT
+from stormtorch.exchange.reliability import EXACT
 from stormtorch.telemetry.json_files import write_json
 from stormtorch.telemetry.progress import Advance, ignore_progress
 from stormtorch.telemetry.statistics import median, percentile

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stormtorch.folders import own_folder
+from stormtorch.telemetry.folders import own_folder
 from stormtorch_lab.netns.access import LabError
 
 _LONGEST_REQUEST = 1 << 24

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stormtorch.checks import BadSetting
+from stormtorch.exchange.reliability import EXACT, Reliability
 from stormtorch.policies import BoundedDrift, GradientAveraging, ModelAveraging, policy, registry
 from stormtorch.policies.policy import Policy
-from stormtorch.reliability import EXACT, Reliability
 
 PRESETS = ("lossless", "plain", "lead", "model-averaging", "gradient-averaging")
 """Names of policies whose settings commands choose, from the most careful to the least."""

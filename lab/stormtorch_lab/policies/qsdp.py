@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 import torch
 
 from stormtorch.checks import check
+from stormtorch.exchange.reliability import EXACT, Reliability
 from stormtorch.policies.policy import WIRES, OwnerPolicy
-from stormtorch.reliability import EXACT, Reliability
 
 _WIRE_OF = {32: torch.float32, 8: torch.int8, 4: WIRES[-1]}
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from stormtorch.checks import BadSetting
+from stormtorch.exchange.reliability import EXACT, Reliability
 from stormtorch.network.loss import SlowBackward
 from stormtorch.policies import rules
 from stormtorch.policies.convergence_guard import LossMeter
 from stormtorch.policies.policy import OwnerPolicy, Policy
 from stormtorch.policies.rank_policy import RankPolicy
-from stormtorch.reliability import EXACT, Reliability
 from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch_lab.simulation.arrivals.coded import CodedMasks, Counts
 from stormtorch_lab.simulation.arrivals.masks import Masks

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 
 from stormtorch.checks import BadSetting, blaming, check_between, check_subset
+from stormtorch.exchange.reliability import MOST_REDUNDANCY
 from stormtorch.network.loss import LossModel, PerLink, Stragglers, Trace, has_timed_bursts, in_time, loss_in_bursts
 from stormtorch.policies.policy import Policy
-from stormtorch.reliability import MOST_REDUNDANCY
 from stormtorch_lab.netns.conditions import Conditions
 from stormtorch_lab.policies.presets import WIRES, PolicySettings, make_policy, names
 from stormtorch_lab.tasks.data.corpus import open_corpus

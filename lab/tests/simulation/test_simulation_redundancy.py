@@ -9,9 +9,9 @@ from torch import nn
 
 from stormtorch import theory
 from stormtorch.collectives.formats.grid import GRIDS
+from stormtorch.exchange.reliability import EXACT, Reliability
 from stormtorch.policies import BoundedDrift
 from stormtorch.policies.policy import Numbers
-from stormtorch.reliability import EXACT, Reliability
 from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch.telemetry.statistics import mean
 from stormtorch_lab.simulation.parameters.rounding import round_to_grids_

@@ -10,10 +10,10 @@ from mask_statistics import owners
 from simulating import outcome, simulated
 from stormtorch import EXACT, LOSSY, BoundedDrift, OwnerPolicy
 from stormtorch.checks import BadSetting
+from stormtorch.exchange.reliability import Reliability
 from stormtorch.network.loss import Bernoulli, LossModel, SlowBackward, Stragglers
 from stormtorch.policies.memory import MemoryStore
 from stormtorch.policies.policy import applied
-from stormtorch.reliability import Reliability
 from stormtorch.theory import Backward, layer_probabilities, layers_missed
 from stormtorch_lab import ADEL, SALF
 from stormtorch_lab.simulation.arrivals.masks import Masks

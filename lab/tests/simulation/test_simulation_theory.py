@@ -68,7 +68,7 @@ def drifts(rows: list[LedgerRow]) -> tuple[float, float]:
 # --- lag --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("p", "max_lag"), [(0.1, None), (0.4, None), (0.4, 1), (0.3, 3), (0.6, 4)])
 def test_copies_are_as_old_as_theory_says(p: float, max_lag: int | None) -> None:
     # Rows that are far apart know nothing of each other: copies are then independent.
@@ -124,7 +124,7 @@ def test_bounded_drift_is_as_theory_says(p: float, max_lag: int) -> None:
     assert owner == pytest.approx(theory.owner_drift(p, max_lag=max_lag), rel=0.03)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("lead", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("p", [0.1, 0.4])
 def test_a_mean_update_adds_what_theory_says(p: float, lead: float, monkeypatch: pytest.MonkeyPatch) -> None:

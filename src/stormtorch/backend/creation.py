@@ -13,8 +13,8 @@ from stormtorch.backend.process_group import StormProcessGroup
 from stormtorch.collectives import Group
 from stormtorch.exchange.keys import VARIABLE as KEY_VARIABLE
 from stormtorch.exchange.options import Options
+from stormtorch.exchange.reliability import Priority
 from stormtorch.joining.rendezvous import connect
-from stormtorch.reliability import Priority
 from stormtorch.udp.store_rendezvous import StoreRendezvous
 from stormtorch.udp.udp import UdpTransport
 

@@ -21,7 +21,7 @@ import torch
 
 from stormtorch.collectives import Group
 from stormtorch.errors import StormError
-from stormtorch.folders import FLIGHTS, FLIGHTS_VARIABLE, flights_folder, write_new
+from stormtorch.telemetry.folders import FLIGHTS, FLIGHTS_VARIABLE, flights_folder, write_new
 
 VERSION = 3
 """Version of the file's layout."""

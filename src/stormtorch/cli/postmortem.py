@@ -51,7 +51,7 @@ def postmortem(
         from rich.console import Console
 
         from stormtorch.cli.tables.postmortem import show_failures
-        from stormtorch.folders import flights_folder
+        from stormtorch.telemetry.folders import flights_folder
         from stormtorch.telemetry.json_files import write_json
         from stormtorch.telemetry.postmortem import find, read_flight_records
 

@@ -7,7 +7,7 @@ import torch
 from stormtorch.collectives.base.group import Group, Pending, Steps
 from stormtorch.collectives.base.spans import address, check_lossy, check_same, size
 from stormtorch.exchange.exchange import Plan, Receive, Send
-from stormtorch.reliability import EXACT, Reliability
+from stormtorch.exchange.reliability import EXACT, Reliability
 
 
 def all_to_all(

@@ -24,7 +24,7 @@ from stormtorch.collectives.formats.grid import all_reduce_on_grids as flat_all_
 from stormtorch.collectives.formats.grid import reduce_scatter_on_grids as flat_reduce_scatter_on_grids
 from stormtorch.collectives.pipeline import Pipeline, PipelinePiece
 from stormtorch.collectives.reduce_scatter import reduce_scatter as flat_reduce_scatter
-from stormtorch.reliability import EXACT, Reliability
+from stormtorch.exchange.reliability import EXACT, Reliability
 
 # Below this size, the additional exchanges inside a machine take as long as the bytes that they save.
 _SMALLEST_BYTES = 512 << 10

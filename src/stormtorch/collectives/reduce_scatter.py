@@ -7,7 +7,7 @@ from stormtorch.collectives.base.group import Group, Pending, Steps
 from stormtorch.collectives.base.ops import Op
 from stormtorch.collectives.base.spans import address, size
 from stormtorch.exchange.exchange import WIRE_DTYPES, Plan, Receive, ReduceMode, Reduction, Send
-from stormtorch.reliability import EXACT, Reliability
+from stormtorch.exchange.reliability import EXACT, Reliability
 
 
 def reduce_scatter(

@@ -6,7 +6,7 @@ from stormtorch.collectives import hierarchy
 from stormtorch.collectives.base.group import Group, Pending
 from stormtorch.collectives.base.ops import Op
 from stormtorch.collectives.formats.grid import GRIDS
-from stormtorch.reliability import EXACT, Reliability
+from stormtorch.exchange.reliability import EXACT, Reliability
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16, *GRIDS)
 """Types in which parameters and gradients may travel."""

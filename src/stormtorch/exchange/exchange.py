@@ -26,9 +26,9 @@ from stormtorch.errors import (
     StormError,
 )
 from stormtorch.exchange.channels import Channels
+from stormtorch.exchange.reliability import EXACT, Priority, Reliability
 from stormtorch.exchange.views import Membership
 from stormtorch.exchange.waiting import CollectiveServers
-from stormtorch.reliability import EXACT, Priority, Reliability
 
 
 class WireDtype(IntEnum):

@@ -19,6 +19,7 @@ from stormtorch.errors import Closed, ExchangeTimeout, StormError
 from stormtorch.exchange.channels import Channels
 from stormtorch.exchange.exchange import ExchangeResult, Plan, conclude
 from stormtorch.exchange.options import Options
+from stormtorch.exchange.reliability import Priority
 from stormtorch.exchange.waiting import (
     FIRST_SLICE_S,
     INTERRUPT_SLICE_S,
@@ -31,7 +32,6 @@ from stormtorch.exchange.waiting import (
 from stormtorch.network.faults import LinkOptions, faults
 from stormtorch.network.loss import LossModel
 from stormtorch.network.units import parse_rate
-from stormtorch.reliability import Priority
 
 T = TypeVar("T")
 

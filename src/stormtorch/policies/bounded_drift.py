@@ -6,9 +6,9 @@ from typing import Literal
 import torch
 
 from stormtorch.checks import check
+from stormtorch.exchange.reliability import Reliability
 from stormtorch.policies import rules
 from stormtorch.policies.policy import Numbers, OwnerPolicy
-from stormtorch.reliability import Reliability
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from stormtorch.checks import check
+from stormtorch.exchange.reliability import LOSSY, Priority, Reliability
 from stormtorch.policies.class_checks import check_policy_class
-from stormtorch.reliability import LOSSY, Priority, Reliability
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int4)  # type: ignore[attr-defined]
 """Number formats in which gradients and parameters may travel."""

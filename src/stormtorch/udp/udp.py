@@ -19,6 +19,7 @@ from stormtorch.errors import Closed, ExchangeTimeout, PeerFailed, PeerLeft
 from stormtorch.exchange.channels import Channels
 from stormtorch.exchange.exchange import ExchangeResult, Plan, conclude
 from stormtorch.exchange.options import Options
+from stormtorch.exchange.reliability import Priority
 from stormtorch.exchange.views import EndpointMembership
 from stormtorch.exchange.waiting import (
     FIRST_SLICE_S,
@@ -32,7 +33,6 @@ from stormtorch.exchange.waiting import (
     in_background,
     serves_collectives,
 )
-from stormtorch.reliability import Priority
 from stormtorch.udp.address_book import AddressBook
 from stormtorch.udp.addresses import from_here
 from stormtorch.udp.cards import Card, unpack

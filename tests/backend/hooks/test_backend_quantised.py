@@ -104,7 +104,7 @@ def runs() -> list[dict[str, dict[str, Any]]]:
     return run_ranks(all_runs, RANKS, timeout_s=200)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "near"),

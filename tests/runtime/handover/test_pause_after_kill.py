@@ -22,7 +22,7 @@ def test_others_make_their_next_step_soon_after_a_process_is_killed() -> None:
     assert statistics.median(measure(3, 6, signal.SIGKILL, on_lab=False)) < WITHIN_S
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.lab
 def test_others_make_their_next_step_soon_after_a_process_on_another_host_is_killed() -> None:
     lab_or_skip()

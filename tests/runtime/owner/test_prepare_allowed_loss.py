@@ -53,7 +53,7 @@ def steps(policy: Policy) -> tuple[float, float, float, list[str]]:
     return median(times[8:QUIET]), median(times[-BUSY // 2 :]), sum(late) / len(late), events
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [BoundedDrift, ModelAveraging])
 def test_steps_beside_neighbours_lose_what_is_allowed_and_take_less_time(kind: type[Policy]) -> None:
     quiet, busy, loss, _ = steps(kind())

@@ -89,7 +89,7 @@ def test_drift_of_independent_updates_is_what_theory_says(p: float) -> None:
             assert sizes[age + 1] / sizes[age] == pytest.approx(p, rel=0.25)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [None, 1])
 @pytest.mark.parametrize("p", [0.1, 0.3])
 def test_drift_with_the_lead_is_within_the_bound_of_that_policy(p: float, max_lag: int | None) -> None:
@@ -162,7 +162,7 @@ def test_with_the_lead_replicas_are_right_on_average() -> None:
     assert abs(bias(1.0)) < 0.05
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 def test_no_copy_is_older_than_the_bound(overlap: bool) -> None:
     ages = {}

@@ -83,7 +83,7 @@ VARIANTS: dict[str, Policy] = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_training_under_loss_ends_about_where_it_ends_without(name: str) -> None:
     untrained, lossless = final_loss(BoundedDrift(), 0.0, steps=0), final_loss(BoundedDrift(), 0.0)

@@ -71,7 +71,7 @@ def tell_masks(rank: Rank, step: int) -> None:
         rank.report(masks=[zlib.crc32(each.kept.numpy().tobytes()) for each in rank.session.buckets])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     # Lossy means are summed in order of arrival, so replicas may differ by rounding and stay different.

@@ -345,7 +345,7 @@ def test_slower_ranks_make_fewer_steps_and_count_for_less() -> None:
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from stormtorch.exchange.options import Options
+from stormtorch.exchange.reliability import EXACT, Reliability
 from stormtorch.policies import BoundedDrift, ModelAveraging
 from stormtorch.policies.policy import Policy
-from stormtorch.reliability import EXACT, Reliability
 from stormtorch.telemetry.ledger import LedgerRow
 from stormtorch_lab.bench.language import evaluate, language_task
 from stormtorch_lab.bench.replicas import GlooReplica, PreparedReplica, Replica, Workload, close_groups, open_groups

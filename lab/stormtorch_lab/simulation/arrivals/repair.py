@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stormtorch.reliability import Reliability
+from stormtorch.exchange.reliability import Reliability
 from stormtorch_lab.simulation.arrivals.coded import CodedMasks
 from stormtorch_lab.simulation.arrivals.masks import Masks
 

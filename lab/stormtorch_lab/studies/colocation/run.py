@@ -12,10 +12,10 @@ from stormtorch.checks import BadSetting, check, check_between
 from stormtorch.collectives.base.spans import shards
 from stormtorch.exchange.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
 from stormtorch.exchange.options import Options
+from stormtorch.exchange.reliability import Reliability
 from stormtorch.exchange.simulated import core_settings
 from stormtorch.network.faults import faults
 from stormtorch.network.units import parse_rate
-from stormtorch.reliability import Reliability
 from stormtorch.telemetry.statistics import mean, percentile
 from stormtorch_lab._engine import SharedNetwork
 

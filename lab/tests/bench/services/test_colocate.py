@@ -12,7 +12,7 @@ import pytest
 
 from commands import ENVIRONMENT, STORMTORCH, call, ranks_left, text_of
 from stormtorch.checks import BadSetting
-from stormtorch.reliability import EXACT
+from stormtorch.exchange.reliability import EXACT
 from stormtorch_lab.bench.services.colocate import NONE, TRAININGS, Case, ColocateSettings
 from stormtorch_lab.bench.services.colocate_rank import policy_for
 from stormtorch_lab.bench.services.colocate_results import ColocateReport, RunResult, TrainingResult, rate_at

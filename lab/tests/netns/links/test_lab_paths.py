@@ -38,7 +38,7 @@ def reduce_on(member: Member, options: Options, rounds: int, changes: dict[int, 
         return {"times": times, "paths": transport.paths(peer), "outages": transport.health()["path_outages"]}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.lab
 def test_two_paths_carry_more_than_one_and_one_may_fail_and_return(lab: MakeLab) -> None:
     network = lab(2, rate="100mbit", management=True, probe=False, paths=2)

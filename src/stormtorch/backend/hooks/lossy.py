@@ -26,7 +26,7 @@ from stormtorch.backend.tensors import Staged, pieces
 from stormtorch.backend.work import StormWork
 from stormtorch.collectives import Op, Pending
 from stormtorch.collectives.wire import WIRES, Wire
-from stormtorch.reliability import EXACT, Reliability
+from stormtorch.exchange.reliability import EXACT, Reliability
 
 _MAY_LOSE = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -26,7 +26,7 @@ from stormtorch.checks import check
 from stormtorch.collectives import Pending
 from stormtorch.collectives.formats.grid import GRIDS
 from stormtorch.collectives.wire import Wire
-from stormtorch.reliability import EXACT
+from stormtorch.exchange.reliability import EXACT
 
 Bits = Literal[32, 8, 4]
 _WIRE_OF = {grids.bits: wire for wire, grids in GRIDS.items()}

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from stormtorch.errors import Closed
 from stormtorch.exchange.exchange import Exchange, ExchangeResult, Plan, Transport
-from stormtorch.reliability import Priority
+from stormtorch.exchange.reliability import Priority
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from enum import Enum
 import torch
 
 from stormtorch.exchange.exchange import WIRE_DTYPES
-from stormtorch.reliability import Reliability
+from stormtorch.exchange.reliability import Reliability
 
 
 class Op(Enum):

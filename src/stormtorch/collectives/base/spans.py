@@ -2,7 +2,7 @@
 
 import torch
 
-from stormtorch.reliability import Reliability
+from stormtorch.exchange.reliability import Reliability
 
 _ALIGNMENT_BYTES = 64
 

@@ -14,7 +14,7 @@ from stormtorch.collectives.base.group import Group, Pending, Steps, nothing
 from stormtorch.collectives.base.ops import Op
 from stormtorch.collectives.base.spans import address, shards
 from stormtorch.exchange.exchange import Plan, Receive, ReduceMode, Reduction, Send, WireDtype
-from stormtorch.reliability import EXACT, Reliability
+from stormtorch.exchange.reliability import EXACT, Reliability
 
 Span = tuple[int, int]
 

@@ -11,7 +11,7 @@ import torch
 
 from stormtorch import collectives
 from stormtorch.collectives import Group, Pending
-from stormtorch.reliability import Reliability
+from stormtorch.exchange.reliability import Reliability
 from stormtorch.runtime.memory.scaling import MOST_GROWTH, UNKNOWN, Scale
 
 _HEADER = 17

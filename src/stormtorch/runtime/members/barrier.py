@@ -20,7 +20,7 @@ import torch
 from stormtorch import collectives
 from stormtorch.collectives import Group
 from stormtorch.errors import ExchangeTimeout, Interrupted, StormError
-from stormtorch.reliability import Reliability
+from stormtorch.exchange.reliability import Reliability
 
 SERVES_ONLY, MODEL_STATE, EXACT_MODEL, OPTIMIZER_STATE, LEAVES = range(5)
 NAMES = (

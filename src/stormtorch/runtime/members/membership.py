@@ -19,7 +19,7 @@ from typing import Any
 
 from stormtorch.collectives import Group
 from stormtorch.errors import Closed, StormError
-from stormtorch.reliability import Priority
+from stormtorch.exchange.reliability import Priority
 
 _log = logging.getLogger("stormtorch")
 _SLICE_S = 0.2

@@ -10,10 +10,10 @@ from stormtorch import collectives
 from stormtorch.collectives import Group, Op, Pending
 from stormtorch.collectives.base.group import NodeLayout
 from stormtorch.collectives.wire import Wire, narrower
+from stormtorch.exchange.reliability import Reliability
 from stormtorch.policies.bounded_drift import BoundedDrift
 from stormtorch.policies.memory import MemoryStore
 from stormtorch.policies.policy import OwnerPolicy, takes
-from stormtorch.reliability import Reliability
 from stormtorch.runtime.memory.arrival_counts import ArrivalCounts
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.chunked import ChunkMemory, chunked

@@ -18,7 +18,7 @@ from stormtorch.collectives import Pending
 from stormtorch.collectives.base.group import NodeLayout
 from stormtorch.collectives.wire import Wire
 from stormtorch.exchange.exchange import ExchangeResult
-from stormtorch.reliability import Reliability
+from stormtorch.exchange.reliability import Reliability
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.session.relays import Relay, Relays
 

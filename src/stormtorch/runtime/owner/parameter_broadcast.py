@@ -12,9 +12,9 @@ from stormtorch.collectives import Group, Pending
 from stormtorch.collectives.base.group import NodeLayout
 from stormtorch.collectives.wire import Wire, narrower
 from stormtorch.exchange.exchange import ExchangeResult
+from stormtorch.exchange.reliability import Reliability
 from stormtorch.policies import rules
 from stormtorch.policies.policy import OwnerPolicy, overrides
-from stormtorch.reliability import Reliability
 from stormtorch.runtime.memory.arrival_counts import ArrivalCounts
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.memory.chunked import chunked

@@ -9,9 +9,9 @@ from functools import lru_cache
 import torch
 
 from stormtorch.collectives.wire import Wire
+from stormtorch.exchange.reliability import Reliability
 from stormtorch.policies import rules
 from stormtorch.policies.policy import Policy
-from stormtorch.reliability import Reliability
 from stormtorch.runtime.memory.arrival_counts import ArrivalCounts
 from stormtorch.runtime.memory.bucket import Bucket
 from stormtorch.runtime.session.adaptive_deadline import AdaptiveDeadline

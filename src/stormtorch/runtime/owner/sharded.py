@@ -16,9 +16,9 @@ from stormtorch.collectives.base import objects
 from stormtorch.collectives.base.group import NodeLayout
 from stormtorch.collectives.hierarchy import is_worthwhile
 from stormtorch.errors import Interrupted, StormError
+from stormtorch.exchange.reliability import REPAIRED
 from stormtorch.exchange.waiting import BACKWARD, in_call, is_elsewhere
 from stormtorch.policies.policy import OwnerPolicy, overrides
-from stormtorch.reliability import REPAIRED
 from stormtorch.runtime.handover.moves import Partition
 from stormtorch.runtime.handover.reports import NO_SHARD, Report, ShardReport
 from stormtorch.runtime.handover.standby import Resync, Standby, can_follow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stormtorch.reliability import Reliability
+from stormtorch.exchange.reliability import Reliability
 from stormtorch.runtime.memory.arrival_counts import ArrivalCounts
 
 _WARM_UP = 4

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stormtorch.collectives import Group, Pending
+from stormtorch.exchange.reliability import EXACT
 from stormtorch.policies.policy import Policy
-from stormtorch.reliability import EXACT
 from stormtorch.runtime.handover.reports import Report, Reports
 from stormtorch.runtime.members.barrier import Barrier
 from stormtorch.runtime.members.hyperparameters import Hyperparameters
