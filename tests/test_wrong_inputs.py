@@ -1,9 +1,9 @@
-# mypy: disable-error-code="no-untyped-call, attr-defined"
 """What users type and write by mistake: each gets one clear message, within seconds, on the rank that matters.
 
 Three tables: of commands, of calls in one process, and of calls on several ranks (tests/helpers/wrong_inputs.py). With
 WRONG_INPUTS_TABLE=FILE in the environment, messages and seconds are added to a file as rows of a table.
 """
+# mypy: disable-error-code="no-untyped-call, attr-defined"
 
 import os
 import re

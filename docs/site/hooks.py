@@ -35,7 +35,7 @@ NAVIGATION: dict[str, dict[str, str]] = {
         "Launching": "launching.md",
         "Doctor": "doctor.md",
         "Watch": "watch.md",
-        "Metrics": "metrics.md",
+        "Records and metrics": "records.md",
         "Reports": "report.md",
         "Network lab": "lab.md",
         "Chaos": "chaos.md",

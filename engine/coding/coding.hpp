@@ -1,4 +1,4 @@
-// Forward error correction of messages: which chunks form a block, how a sender tracks each block and its parity, and
+// Forward error correction (FEC) of messages: which chunks form a block, how a sender tracks each block and its parity, and
 // how a receiver restores missing chunks. The code itself is in erasure.hpp, and how much parity pays in
 // coding_model.hpp.
 //

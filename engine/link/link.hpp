@@ -1,4 +1,4 @@
-// The link to one peer: packet numbers, acknowledgement, loss detection, datagrams in flight, round trip, replay
+// The link to one peer: packet numbers, acknowledgement (ACK), loss detection, datagrams in flight, round trip, replay
 // window.
 //
 // Every datagram on a link has its own number, never used twice. A receiver reports which numbers arrived; the sender

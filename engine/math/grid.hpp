@@ -1,4 +1,4 @@
-// Quantisation to int8 or int4 by block: each block's numbers are rounded to a grid of its own, without bias.
+// Quantisation (quantization) to int8 or int4 by block: each block's numbers are rounded to a grid of its own, without bias.
 //
 //   block of int8:  low (float32) | step (float32) | up to 1,024 codes, a byte each          value = low + step * code
 //   block of int4:  low (float32) | step (float32) | up to 128 codes, two in a byte

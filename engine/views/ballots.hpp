@@ -1,5 +1,5 @@
 // Single-decree Paxos for the next view: the state of a process as acceptor, and its own proposal. The voters are the
-// members of the view before; a quorum of them decides.
+// members of the view before; a quorum of them (view.hpp) decides.
 #pragma once
 
 #include <optional>

@@ -1,5 +1,5 @@
 // Failure detector: which ranks can reach which, as one process knows it, and the choice of members that can all reach
-// each other (after a network partition, say).
+// each other.
 #pragma once
 
 #include <cstdint>

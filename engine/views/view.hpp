@@ -1,4 +1,5 @@
-// A view (epoch, configuration): the numbered list of members that processes agree on, and where their sessions start.
+// A view (epoch, configuration): the numbered list of members that processes agree on, their quorum (which of them may
+// decide the next view), and where their sessions start.
 #pragma once
 
 #include <compare>

@@ -1,4 +1,5 @@
-// Voting on the next view (Paxos): its members, which process proposes it and when, and how each answers.
+// Voting on the next view (Paxos): its members, which process proposes it and when, how each answers, and which side of a
+// network partition goes on: the one with a quorum.
 #include <algorithm>
 
 #include "views/views.hpp"

@@ -1,5 +1,5 @@
-# mypy: disable-error-code="attr-defined, union-attr, no-untyped-call"
 """Uses of the backend that are rare, and were wrong once."""
+# mypy: disable-error-code="attr-defined, union-attr, no-untyped-call"
 
 import time
 from datetime import timedelta

@@ -1,5 +1,5 @@
-# mypy: disable-error-code="attr-defined, arg-type, no-untyped-call, assignment"
 """Tensors on a GPU, with several ranks on the same one. Skipped without a GPU, as on most machines that run tests."""
+# mypy: disable-error-code="attr-defined, arg-type, no-untyped-call, assignment"
 
 import itertools
 import time

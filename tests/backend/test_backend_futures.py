@@ -1,5 +1,5 @@
-# mypy: disable-error-code="no-untyped-call"
 """Futures of the backend's works: what they hold is what gloo's hold, for Python and for torch's C++."""
+# mypy: disable-error-code="no-untyped-call"
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,5 +1,5 @@
-# mypy: disable-error-code="attr-defined, union-attr, no-untyped-call"
 """Groups of low priority through torch.distributed: they share the job's sockets, and have a marked one."""
+# mypy: disable-error-code="attr-defined, union-attr, no-untyped-call"
 
 from datetime import timedelta
 from typing import Any

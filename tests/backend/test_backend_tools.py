@@ -1,5 +1,5 @@
-# mypy: disable-error-code="no-untyped-call"
 """The tools that look at the backend "storm" or through it: the profiler, torch.compile and TORCH_DISTRIBUTED_DEBUG."""
+# mypy: disable-error-code="no-untyped-call"
 
 import os
 import subprocess

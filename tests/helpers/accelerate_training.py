@@ -1,5 +1,5 @@
-# mypy: disable-error-code="no-untyped-call, attr-defined"
 """Trains by Accelerate and prepare(), saves and loads with the accelerator. Prints a line of JSON on each rank."""
+# mypy: disable-error-code="no-untyped-call, attr-defined"
 
 import json
 import sys

@@ -1,8 +1,8 @@
-# mypy: disable-error-code="no-untyped-call, attr-defined"
 """What docs/from-ddp.md says, entry by entry, on two ranks. Each rank prints a line of JSON with what it found.
 
 Run as `from_ddp_entries.py FOLDER`, or as `from_ddp_entries.py uneven` for ranks that make different numbers of steps.
 """
+# mypy: disable-error-code="no-untyped-call, attr-defined"
 
 import copy
 import json

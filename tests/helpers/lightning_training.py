@@ -1,5 +1,5 @@
-# mypy: disable-error-code="misc, no-untyped-call, attr-defined"
 """Trains a LightningModule by StormStrategy, then goes on from its checkpoint. Prints a line of JSON on each rank."""
+# mypy: disable-error-code="misc, no-untyped-call, attr-defined"
 
 import json
 import sys

@@ -1,5 +1,5 @@
-# mypy: disable-error-code="no-untyped-call"
 """A rank of a training on a machine in trouble: its memory or disk is full, its clock jumps, others are killed."""
+# mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 

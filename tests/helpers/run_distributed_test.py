@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-call"
 """Runs PyTorch's own DistributedTest, which ships in the wheel, on a backend.
 
     python tests/helpers/run_distributed_test.py --world 2 [--backend gloo] [--loss 0.05] [--only NAME] [--json FILE]
@@ -6,6 +5,7 @@
 Its gates are gloo's: it is imported as gloo's test and then told another name. (`--gates mpi --only all_to_all` runs
 what those keep out.) Prints what passed, failed and was skipped.
 """
+# mypy: disable-error-code="no-untyped-call"
 
 import argparse
 import json

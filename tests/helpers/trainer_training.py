@@ -1,5 +1,5 @@
-# mypy: disable-error-code="no-untyped-call, attr-defined, misc"
 """Trains a tiny GPT-2 by the Trainer and prepare(), and goes on from its checkpoint. Prints a line of JSON."""
+# mypy: disable-error-code="no-untyped-call, attr-defined, misc"
 
 import json
 import sys

@@ -1,5 +1,5 @@
-# mypy: disable-error-code="no-untyped-call"
 """A rank of a training that tests kill, stop and restart. It reports its steps and its ledger."""
+# mypy: disable-error-code="no-untyped-call"
 
 import json
 import sys

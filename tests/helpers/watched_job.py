@@ -1,7 +1,7 @@
-# mypy: disable-error-code="no-untyped-call"
 """A small training that makes records: real transports and sessions, whose ranks are threads of one process, as torch
 takes long to import.
 """
+# mypy: disable-error-code="no-untyped-call"
 
 import sys
 import threading

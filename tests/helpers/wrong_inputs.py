@@ -1,8 +1,8 @@
-# mypy: disable-error-code="no-untyped-call, attr-defined"
 """Mistakes that need ranks: each rank makes those of one scenario and prints the errors as a line of JSON.
 
 Run as `wrong_inputs.py SCENARIO`, with the environment of torchrun.
 """
+# mypy: disable-error-code="no-untyped-call, attr-defined"
 
 import json
 import logging

@@ -1,5 +1,5 @@
-# mypy: disable-error-code="attr-defined"
 """Creates process groups (communicators). All groups of a job share one transport, with its sockets and threads."""
+# mypy: disable-error-code="attr-defined"
 
 import dataclasses
 import math

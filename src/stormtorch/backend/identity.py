@@ -1,5 +1,5 @@
-# mypy: disable-error-code="override, assignment, attr-defined, misc"
 """Identity of a process group: name, rank, size, timeout, and the features that torch queries."""
+# mypy: disable-error-code="override, assignment, attr-defined, misc"
 
 from datetime import timedelta
 

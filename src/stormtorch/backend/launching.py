@@ -1,5 +1,5 @@
-# mypy: disable-error-code="override, assignment, attr-defined"
 """Launch of a process group's collectives, in order, and its shutdown: what all torch.distributed calls share."""
+# mypy: disable-error-code="override, assignment, attr-defined"
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta

@@ -1,5 +1,5 @@
-# mypy: disable-error-code="override, assignment, attr-defined"
 """Sends, receives and barriers of a process group, as torch.distributed calls them."""
+# mypy: disable-error-code="override, assignment, attr-defined"
 
 import time
 from datetime import timedelta

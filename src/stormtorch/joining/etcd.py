@@ -1,5 +1,5 @@
-# mypy: disable-error-code="override"
 """etcd as the rendezvous store: it outlives all ranks, and the loss of a minority of its own machines."""
+# mypy: disable-error-code="override"
 
 import base64
 import http.client

@@ -1,5 +1,5 @@
-# mypy: disable-error-code="no-untyped-call"
 """Copies between a GPU and pinned memory on separate streams, so that the caller's stream keeps computing."""
+# mypy: disable-error-code="no-untyped-call"
 
 import threading
 

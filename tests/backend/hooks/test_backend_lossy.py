@@ -1,5 +1,5 @@
-# mypy: disable-error-code="attr-defined, no-untyped-call"
 """Lossy gradients: replicas stay identical, and training converges as well as without loss."""
+# mypy: disable-error-code="attr-defined, no-untyped-call"
 
 import argparse
 import hashlib

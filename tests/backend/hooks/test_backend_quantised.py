@@ -1,5 +1,5 @@
-# mypy: disable-error-code="attr-defined, no-untyped-call"
 """FSDP2 in 8 and 4 bits on real ranks: all ranks compute with the same weights, and learn about what float32 learns."""
+# mypy: disable-error-code="attr-defined, no-untyped-call"
 
 import argparse
 from pathlib import Path

@@ -1,5 +1,5 @@
-# mypy: disable-error-code="attr-defined, no-untyped-call, method-assign"
 """HSDP with storm between hosts and another backend inside: the same training as without storm."""
+# mypy: disable-error-code="attr-defined, no-untyped-call, method-assign"
 
 import torch
 import torch.distributed as dist

@@ -1,5 +1,5 @@
-# mypy: disable-error-code="no-untyped-call"
 """Ranks that leave: they stay while another rank may save their shards, and no longer."""
+# mypy: disable-error-code="no-untyped-call"
 
 import gc
 import re

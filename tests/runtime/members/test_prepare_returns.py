@@ -1,5 +1,5 @@
-# mypy: disable-error-code="no-untyped-call"
 """Processes of a job that are killed, stopped, ended or cut off, and rejoin; others that join late and leave."""
+# mypy: disable-error-code="no-untyped-call"
 
 import json
 import os

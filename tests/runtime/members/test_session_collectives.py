@@ -1,5 +1,5 @@
-# mypy: disable-error-code="no-untyped-call"
 """Elastic mean, sum and gather over current members: they survive deaths and rejoins, and all survivors agree."""
+# mypy: disable-error-code="no-untyped-call"
 
 import itertools
 from typing import Any

@@ -1,5 +1,5 @@
-# mypy: disable-error-code="no-untyped-call"
 """A prepared model on a GPU, with several ranks on the same one. Skipped without a GPU, as on most machines."""
+# mypy: disable-error-code="no-untyped-call"
 
 import copy
 from typing import Any

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="attr-defined, arg-type"
 """Communication hooks with partial reliability: lossy gradients for DDP and FSDP2 that keep replicas bit-identical.
 
     state = stormtorch.LossyGradients()
@@ -9,6 +8,7 @@ Each rank owns a shard of the gradients and averages the contributions to it tha
 owners then send their averages exactly; under FSDP2, parameters are gathered exactly. So every rank applies the same
 gradients, and no rank waits for contributions that were lost.
 """
+# mypy: disable-error-code="attr-defined, arg-type"
 
 import threading
 from collections.abc import Sequence

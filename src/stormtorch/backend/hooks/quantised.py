@@ -1,11 +1,11 @@
-# mypy: disable-error-code="arg-type, attr-defined, no-any-return"
-"""Quantisation for FSDP2: weights are gathered and gradients scattered in 8 or 4 bits, unbiased and without loss.
+"""QSDP for FSDP2: gathers weights and scatters gradients in 8 or 4 bits, coded by `collectives/formats/grid.py`.
 
     stormtorch.quantise(model)      # after fully_shard, on the backend storm
 
 This is QSDP (Markov et al., 2023) for `torch.distributed.fsdp.fully_shard`. Shards and optimizer states keep their
 precision.
 """
+# mypy: disable-error-code="arg-type, attr-defined, no-any-return"
 
 import hashlib
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Quantised all-reduce and reduce-scatter: float32 tensors travel as 8 or 4 bits per element, rounded without bias.
+"""Quantised all-reduce and reduce-scatter (quantization): 8 or 4 bits per element travel, rounded without bias.
 
 Each block of elements has a grid between its smallest and largest value, shifted by a random offset; every element is
 rounded to the nearest point of the grid. Owners sum in float32 and round the result once more before they send it.

@@ -1,4 +1,4 @@
-"""Patch of torch.distributed.checkpoint for prepared optimizers.
+"""Patch of torch.distributed.checkpoint for prepared optimizers. What a checkpoint holds is in `full_state.py`.
 
 That module looks up the model's parameters in an optimizer's groups, where a prepared optimizer has shard pieces. The
 patch gives it a wrapper with whole parameters. The module is slow to import, so it is patched only if the program has

@@ -1,4 +1,4 @@
-"""All-gathers the full state from its shards, for checkpoints and exact models: parameters, buffers, optimizer."""
+"""The full state for checkpoints and exact models, all-gathered from shards: parameters, buffers, optimizer."""
 
 from __future__ import annotations
 
