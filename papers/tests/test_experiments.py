@@ -213,6 +213,33 @@ def test_who_sends_less_learns_longer_for_the_same_bytes_and_seconds(grid: Any, 
     assert (tmp_path / "pareto.png").stat().st_size > 10_000
 
 
+def test_words_of_a_text_are_learned_and_what_each_loss_rate_costs_is_drawn(grid: Any, tmp_path: Path) -> None:
+    tokens = importlib.import_module("tokens")
+    line = " the dog sees the <unk> , and the cat sees the dog . \n"
+    for part in ("train", "valid"):
+        (tmp_path / f"wiki.{part}.tokens").write_text(f" \n = Dogs = \n \n{line * 20}")
+    text, words = tokens.read_words(tmp_path)
+    kinds = set(line.split()) | {"=", "Dogs", "<eos>"}
+    assert words == len(kinds) == len(text.training.unique())
+    assert len(text.training) == 3 + 3 + 20 * (len(line.split()) + 1)
+
+    small: dict[str, Any] = {"workers": 2, "width": 32, "layers": 1, "context": 16, "batch": 1, "held_out": 4}
+    chosen = argparse.Namespace(data=tmp_path, device="cpu")
+    asked = {run.key: run for run in tokens.runs(chosen)}
+    assert list(asked)[:3] == ["lossless/0", "lead/0.1/0", "lead/0.4/0"]
+    found = {}
+    for key in ("lossless/0", "lead/0.4/0", "plain/0.4/0"):
+        settings = dataclasses.replace(asked[key].settings, data=tmp_path, steps=2, **small)
+        found[key] = grid.run_one(dataclasses.replace(asked[key], settings=settings))
+    run = found["lead/0.4/0"]
+    assert (run["settings"]["data"]["words"], run["settings"]["data"]["vocabulary"]) == (words, 64)
+    # It knows nothing yet, and that per word.
+    assert run["result"]["perplexity"] == pytest.approx(64, rel=0.1)
+    assert [row.split(" | ")[0] for row in tokens.table(found)] == ["| lead, 40 %", "| plain, 40 %"]
+    tokens.draw(found, tmp_path / "tokens.png")
+    assert (tmp_path / "tokens.png").stat().st_size > 10_000
+
+
 SLEEPER = """
 import os, time
 from pool import pool
