@@ -3,6 +3,7 @@
 """The trial at `prepare` finds optimizers whose updates depend on several parameters, whatever their names."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -121,3 +122,39 @@ def gathering(member: Member) -> None:
 
 def test_collectives_within_a_step_are_refused_and_those_of_a_program_are_not() -> None:
     run_ranks(gathering, 2, timeout_s=100)
+
+
+def test_trials_of_two_threads_leave_the_compiler_and_the_random_numbers_as_they_were() -> None:
+    began, other_began, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class First(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if not began.is_set():
+                began.set()
+                other_began.wait(0.5)
+            return super().step(closure)
+
+    class Second(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            other_began.set()
+            ended.wait(0.5)
+            return super().step(closure)
+
+    def first() -> None:
+        check_separable(one)
+        ended.set()
+
+    def second() -> None:
+        began.wait(5.0)
+        check_separable(other)
+
+    one = First(nn.Linear(4, 4).parameters(), lr=0.1)
+    other = Second(nn.Linear(4, 4).parameters(), lr=0.1)
+    stance, numbers = torch._dynamo.eval_frame._stance, torch.get_rng_state()
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch._dynamo.eval_frame._stance == stance and stance.stance == "default"
+    assert torch.equal(torch.get_rng_state(), numbers)

@@ -204,7 +204,6 @@ def test_a_model_that_was_compiled_before_does_not_overlap(way: str) -> None:
 
 
 def test_compiling_a_prepared_model_waits_for_all_and_ends_the_overlap() -> None:
-    torch.compiler.reset()  # code that an earlier test has compiled is not compiled again
     model = three_layers()
     barrier, diary = barrier_of(model)
     barrier.close()

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from stormtorch.backend import within_step
 from stormtorch.backend.within_step import CalledWithinStep
 from stormtorch.collectives.base.objects import pack, unpack
 
+# The random numbers and the compiler's stance belong to the process: two trials at a time would restore each other's.
+_one_trial = threading.Lock()
 _MOST_PROXIES = 6
 """Most parameters in the trial."""
 _LONGEST = 6
@@ -70,7 +73,7 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
     """Raises a ValueError if a trial shows that an optimizer does not update each parameter independently."""
     if type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None):
         return  # all of torch's own do
-    with _as_before(optimizer):
+    with _one_trial, _as_before(optimizer):
         found = _run_trials(optimizer)
     if found is not None:
         raise ValueError(f"{type(optimizer).__name__} {found}")
