@@ -134,7 +134,10 @@ def test_a_lead_can_follow_a_mean_of_updates_or_look_ahead_without_loss(grid: An
     assert len({loss(0.0), loss(0.0, lookahead=1.0)}) == 2
 
 
-EXPERIMENTS = "averaging bursts drift finetuning gradients large lead networks pareto perplexity qsdp rarely redundancy tokens workers"
+EXPERIMENTS = (
+    "averaging bursts drift finetuning gradients large lead networks pareto perplexity qsdp rarely redundancy tokens "
+    "workers"
+)
 
 
 @pytest.mark.thorough
