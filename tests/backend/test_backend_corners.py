@@ -111,7 +111,6 @@ def all_corners(member: Member) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.thorough
 def test_inference_mode_receives_from_anybody_and_coalesced_waits() -> None:
     run_ranks(all_corners, 3, timeout_s=100)
 

@@ -47,7 +47,6 @@ def profiled(member: Member) -> list[tuple[str, list[Any]]]:
     return [(event.name, event.input_shapes) for event in seen.events() if event.name.startswith("storm::")]
 
 
-@pytest.mark.thorough
 def test_profiler_shows_every_operation_with_the_sizes_of_its_inputs() -> None:
     root, other = run_ranks(profiled, 2, timeout_s=60)
     assert root == [
@@ -116,7 +115,6 @@ def compile_job(member: Member) -> None:
         assert torch.equal(one, other), (one, other)
 
 
-@pytest.mark.thorough
 def test_compiled_model_and_compiled_collectives_give_bit_for_bit_what_gloo_gives() -> None:
     run_ranks(compile_job, 2, timeout_s=110)
 

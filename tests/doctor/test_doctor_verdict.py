@@ -251,3 +251,8 @@ def test_a_slow_link_holds_up_a_ring_more_than_owners() -> None:
     assert slow is not None
     assert slow.reliable_s == pytest.approx(120.0, rel=1e-2)
     assert slow.drift_s == pytest.approx(40.0, rel=1e-2)  # this link carries 2/4 of the model
+
+
+def test_what_the_targets_buffer_dropped_is_not_the_networks_loss() -> None:
+    assert link(0, 1, lost="01" * 50, overflowed=50, overflowed_steady=50).loss == 0.0
+    assert link(0, 1, lost="01" * 50, overflowed=20, overflowed_steady=20).loss == 0.3

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stormtorch._engine import CanComplete
 from stormtorch.exchange import waiting
 from stormtorch.exchange.waiting import CollectiveServers, LongWait, in_call
 
@@ -83,3 +84,9 @@ def test_a_wait_in_which_nothing_moves_is_put_down_to_the_network_only_where_tha
 def test_short_waits_are_not_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "ANNOUNCE_AFTER_S", 5.0)
     assert waited(Rank(round_trip_s=4.1, bytes_per_look=1 << 20), 2, 3, caplog) == []
+
+
+def test_an_exchange_that_may_not_complete_is_aborted_after_a_while_and_one_that_cannot_at_once() -> None:
+    own, unclear = waiting.Interruption(), CanComplete.UNCLEAR
+    assert [own.should_abort(unclear, now, 0.5) for now in (5.0, 5.25, 5.5)] == [False, False, True]
+    assert waiting.Interruption().should_abort(CanComplete.NONE, 0.0)

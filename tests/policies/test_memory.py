@@ -48,3 +48,11 @@ def test_values_of_another_shape_are_refused() -> None:
         memory["anchor"] = torch.zeros(1, 3)
     with pytest.raises(TypeError, match="cannot be deleted"):
         del memory["anchor"]
+
+
+def test_what_was_loaded_counts_as_written() -> None:
+    store, other = MemoryStore(6), MemoryStore(6)
+    store.chunks(0, 2, 3)["speed"] = torch.ones(2, 3)
+    other.load_state_dict(store.state_dict())
+    assert "speed" in other.chunks(0, 2, 3)
+    assert torch.equal(other.chunks(3, 1, 3)["speed"], torch.ones(1, 3))

@@ -8,6 +8,7 @@ import torch
 
 from own_policies import Anchored, Blended, Damped, Weighed
 from stormtorch import EXACT, LOSSY, BoundedDrift, GradientAveraging, ModelAveraging, OwnerPolicy, Policy, RankPolicy
+from stormtorch.policies import rules
 from stormtorch.policies.memory import NO_MEMORY
 from stormtorch.policies.policy import applied, overrides
 
@@ -184,3 +185,7 @@ def test_a_wrong_result_names_the_policy_the_function_and_the_shape(result: obje
     own = torch.zeros(2, 3)
     with pytest.raises(TypeError, match=words):
         applied(Odd().accept, own, own, torch.ones(2, 1))
+
+
+def test_a_copy_is_overdue_at_the_age_that_another_loss_would_exceed() -> None:
+    assert rules.overdue(torch.tensor([0, 1, 2, 3]), 2).tolist() == [False, False, True, True]

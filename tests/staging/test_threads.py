@@ -53,9 +53,14 @@ sys.exit(0 if done else 3)
 """
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "script", [IN_A_CALLBACK, BLOCKED, FORKED, RAISING], ids=["callback", "blocked", "forked", "raising"]
+    "script",
+    [
+        pytest.param(IN_A_CALLBACK, id="callback", marks=pytest.mark.thorough),
+        pytest.param(BLOCKED, id="blocked", marks=pytest.mark.thorough),
+        pytest.param(FORKED, id="forked", marks=pytest.mark.thorough),
+        pytest.param(RAISING, id="raising"),
+    ],
 )
 def test_a_process_ends_well_and_soon_whatever_its_futures_do(script: str) -> None:
     began = time.monotonic()

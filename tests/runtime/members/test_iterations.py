@@ -6,11 +6,12 @@ from stormtorch import EXACT, GradientAveraging
 from training_loops import Gan, Halves, Together, TrainingLoop, Twice, play
 from views import all_same
 
-EVENTS = ("death", "leave", "return", "join")
+EVENTS = [pytest.param(each, marks=pytest.mark.thorough) for each in ("death", "leave", "join")] + [
+    pytest.param("return")
+]
 PROGRAMS = (Gan, Halves, Together, Twice)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_ranks_of_any_program_come_and_go(
@@ -24,7 +25,6 @@ def test_ranks_of_any_program_come_and_go(
         assert max(longest.values()) < 1.5, "nobody has waited for a silence of 2 s"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("event", ["return", "join"])
 @pytest.mark.parametrize("program", [Gan, Twice])
 def test_a_newcomer_under_gradient_averaging_has_the_others_optimizer_state(

@@ -65,7 +65,6 @@ class Trained:
         self.inverse_probability: Any = session.inverse_probability
 
 
-@pytest.mark.thorough
 def test_slow_rank_keeps_nobody_waiting_and_counts_as_much_as_the_others() -> None:
     steps = 160
     found = local_world(RANKS, lambda transport: Trained(transport, steps))
@@ -181,7 +180,6 @@ class Planned(BoundedDrift):
         return 2.0 if step % 4 == 3 else 0.1
 
 
-@pytest.mark.thorough
 def test_a_policy_sets_the_deadline_of_each_step() -> None:
     steps = 12
     policy = Planned(deadline="auto", bucket_mb=1e-4)

@@ -108,7 +108,6 @@ def test_the_bound_holds_in_the_first_steps_too() -> None:
     assert mean([row.pair_drift for row in rows]) < 1.1 * mean([row.pair_bound for row in rows])
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("p", [0.1, 0.3])
 def test_the_lead_is_the_mean_lag_at_the_measured_loss(p: float) -> None:
     found = walk(p, 40, BoundedDrift(ownership="elements", guard=None))
@@ -118,7 +117,6 @@ def test_the_lead_is_the_mean_lag_at_the_measured_loss(p: float) -> None:
     assert mean([row.lead for row in rows]) == pytest.approx(theory.lead(p), rel=0.1)
 
 
-@pytest.mark.thorough
 def test_where_ages_have_a_bound_the_lead_is_as_long_as_copies_then_lag() -> None:
     found = walk(0.3, 30, BoundedDrift(ownership="elements", guard=None, max_lag=1))
     rows = [row for _, ledger in found for row in list(ledger)[10:]]
@@ -174,7 +172,6 @@ def test_no_copy_is_older_than_the_bound(overlap: bool) -> None:
     assert ages[4] == 4
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, *GRIDS], ids=str)
 def test_what_was_fetched_is_what_the_owner_sent(wire: torch.dtype) -> None:
     policy = BoundedDrift(max_lag=1, guard=None, ownership="elements", overlap=False, lead=0.0, wire=wire)

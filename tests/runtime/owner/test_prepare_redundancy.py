@@ -47,7 +47,6 @@ def there(rows: list[list[LedgerRow]], first: int = 0) -> tuple[float, float]:
     )
 
 
-@pytest.mark.thorough
 def test_parity_brings_back_what_a_bad_network_loses() -> None:
     without, parity = trained(0.0), trained(1.1)
     assert there(without) == pytest.approx((0.6, 0.6), abs=0.04)
@@ -56,7 +55,6 @@ def test_parity_brings_back_what_a_bad_network_loses() -> None:
     assert all(row.parity_bytes > 0 and row.recovered > 0 for rows in parity for row in rows[1:])
 
 
-@pytest.mark.thorough
 def test_auto_sends_none_until_it_has_seen_losses_and_then_enough() -> None:
     rows = trained("auto")
     assert all(each[0].parity_bytes == 0 for each in rows)
