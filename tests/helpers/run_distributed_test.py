@@ -8,9 +8,11 @@ what those keep out.) Prints what passed, failed and was skipped.
 # mypy: disable-error-code="no-untyped-call"
 
 import argparse
+import atexit
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -49,6 +51,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no test after so long")
     arguments = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="storm-distributed-test-")
+    runner = os.getpid()  # the ranks are forked, and share the folder
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == runner else None)
     os.environ |= {
         "BACKEND": arguments.gates,
         "WORLD_SIZE": str(arguments.world),
