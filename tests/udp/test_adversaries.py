@@ -239,7 +239,9 @@ def test_no_datagram_of_a_sealed_job_counts_once_it_is_altered(name: str) -> Non
     assert_undisturbed(said)
     for rank, (_, health) in enumerate(said):
         assert health["authenticated"] <= passed[rank]
-        assert health["corrupt"] + health["malformed"] + health["foreign"] > 20, health
+        rejected = health["corrupt"] + health["malformed"] + health["foreign"]
+        # Under another rank's name, a packet number may have arrived already: a duplicate before its seal is read.
+        assert rejected > 0 and rejected + health["duplicates"] > 20, health
 
 
 @BOTH
