@@ -17,7 +17,8 @@ import pytest
 from stormtorch_lab.netns import Lab
 from stormtorch_lab.netns.fixtures import lab_or_skip
 
-pytestmark = pytest.mark.lab
+# What is left of a lab is looked for on the whole machine: no other one may run meanwhile.
+pytestmark = [pytest.mark.lab, pytest.mark.alone]
 STORMTORCH = [sys.executable, "-m", "stormtorch.cli"]
 Start = Callable[..., "subprocess.Popen[str]"]
 
