@@ -154,7 +154,7 @@ void Views::on_record(const View& view, Nanos now) {
     install(view, now);
 }
 
-// Of two processes, the one with the later view sends it to the other. Those between are not needed.
+// When two processes have different views, the one with the later view sends it. Views in between are not needed.
 void Views::catch_up(std::uint16_t from, const ViewMessage& message, Nanos now) {
     SlotState& slot = slots_[from];
     const Nanos gap = silence_ / 40;

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from stormtorch import Options, connect
 from stormtorch.backend.creation import _rejoin
 from stormtorch.errors import NotAdmitted
-from stormtorch.joining import join_client as join_client
+from stormtorch.joining import join_client
 from stormtorch.joining.join_client import admission_addresses, join_running_job
-from stormtorch.udp import rpc as rpc
+from stormtorch.udp import rpc
 from stormtorch.udp.addresses import addresses
 from stormtorch.udp.cards import MOST_BYTES, Card, pack, unpack
 from stormtorch.udp.udp import UdpTransport

@@ -18,7 +18,7 @@ from stormtorch.errors import NotAdmitted
 from stormtorch.joining import admission, live
 from stormtorch.joining.live import LiveJob
 from stormtorch.telemetry.records import ProcessId
-from stormtorch.udp import rpc as rpc
+from stormtorch.udp import rpc
 from stormtorch.udp.udp import UdpTransport
 
 KEY = bytes(range(32))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stormtorch.errors import NotAdmitted
-from stormtorch.udp import rpc as rpc
+from stormtorch.udp import rpc
 from stormtorch.udp.rpc import MalformedMessage, RpcServer, request
 
 KEY = b"a job key of any length from sixteen bytes"

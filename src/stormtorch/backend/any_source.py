@@ -92,7 +92,7 @@ class PostedReceive:
         self.ended = False
 
     def done(self) -> bool:
-        """Whether it has ended, well or not, so that `wait` would not block."""
+        """True once the exchange has completed or failed: `wait` then returns at once."""
         try:
             return self._look() or time.monotonic() >= self._give_up_at
         except Exception:

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from stormtorch.errors import NotAdmitted
-from stormtorch.udp import rpc as rpc
+from stormtorch.udp import rpc
 from stormtorch.udp.cards import MOST_INCARNATIONS, Card, JobDescription, pack, unpack
 from stormtorch.udp.rpc import MalformedMessage
 

@@ -19,7 +19,7 @@ from stormtorch.errors import NotAdmitted
 from stormtorch.exchange.options import MOST_LANES, Options
 from stormtorch.joining.admission import answer_before_joining
 from stormtorch.joining.starting import bind, open_admission_port, start
-from stormtorch.udp import rpc as rpc
+from stormtorch.udp import rpc
 from stormtorch.udp.addresses import Address
 from stormtorch.udp.cards import Agreement, Card, JobDescription, fingerprint, pack, unpack
 from stormtorch.udp.rpc import Answer, RpcServer

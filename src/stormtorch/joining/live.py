@@ -13,7 +13,7 @@ from typing import Any
 from stormtorch.errors import NotAdmitted
 from stormtorch.joining.admission import MOST_FORWARDED_REQUESTS
 from stormtorch.telemetry.records import ProcessId, Record, checked
-from stormtorch.udp import rpc as rpc
+from stormtorch.udp import rpc
 from stormtorch.udp.addresses import Address, addresses
 
 _ASK_S = 2.0

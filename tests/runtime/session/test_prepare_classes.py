@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from stormtorch import prepare
 from stormtorch.collectives import Group
 from stormtorch.exchange.simulated import SimulatedNetwork, SimulatedTransport
-from stormtorch.runtime.members import distributed_checkpoint as distributed_checkpoint
+from stormtorch.runtime.members import distributed_checkpoint
 from survey_cases import Loop, Subject, judge
 from survey_idioms import IDIOMS
 from training import perceptron, regression, values, vectors

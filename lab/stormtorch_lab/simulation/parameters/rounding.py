@@ -46,7 +46,7 @@ def _random_parts(seed: tuple[int, ...], first: int, count: int, device: torch.d
 
 
 def _odd(number: int) -> int:
-    """The same 64 bits as a signed integer, for torch."""
+    """Reinterprets an unsigned 64-bit integer as signed, for an int64 tensor."""
     return number - 2**64 if number >= 2**63 else number
 
 

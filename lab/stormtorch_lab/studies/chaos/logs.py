@@ -60,7 +60,7 @@ class ProcessLog:
     """Steps at which exact parameters were refused, and why."""
     warnings: list[tuple[float, str]] = field(default_factory=list)
     left: bool = False
-    """Whether it has left after SIGTERM."""
+    """True once the process has left the job after a SIGTERM."""
     ended_at: int | None = None
     """Last step of the training, if it reached that."""
     val_loss: float | None = None

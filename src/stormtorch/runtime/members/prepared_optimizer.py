@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from stormtorch.backend.compiler import hidden
-from stormtorch.runtime.members import distributed_checkpoint as distributed_checkpoint
+from stormtorch.runtime.members import distributed_checkpoint
 
 # Attribute with the number of the step pre-hook that must run last.
 _LAST = "_storm_last_hook"

@@ -95,7 +95,7 @@ class DeadlineSession(ShardedSession):
         self._begin_backward()
         _live_sessions.add(self)
         self._stand_in_thread = threading.Thread(
-            target=_stand_in_loop, args=(weakref.ref(self),), name="storm-deputy", daemon=True
+            target=_stand_in_loop, args=(weakref.ref(self),), name="storm-stand-in", daemon=True
         )
         self._stand_in_thread.start()
 
